@@ -1,0 +1,23 @@
+.PHONY: parity test setup
+
+# Run every scenario in JAX and in Megatron, and compare the two.
+parity: setup
+	@mkdir -p build
+	.venv/bin/python -m parity run --json build/parity.json
+
+# Two workers share the machine, so each keeps to one thread.
+test: setup
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile
+
+# Make .venv, or bring it up to date. PYTHON names the interpreter to make it from.
+setup: .venv/.stamp
+
+.venv/.stamp: pyproject.toml constraints.txt | .venv/bin/pip
+	.venv/bin/python -m pip install -c constraints.txt -e ".[torch,dev]"
+	@touch $@
+
+# pip is the last thing that venv installs, so where it exists the environment is whole.
+.venv/bin/pip:
+	@python="$$(tools/find_python.sh)" && set -x && "$$python" -m venv .venv

@@ -1,0 +1,1 @@
+"""Experiments: training runs and measurements built on the JAX implementation."""
