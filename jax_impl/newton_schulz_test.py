@@ -1,0 +1,248 @@
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_impl.newton_schulz import (
+    COEFFICIENTS,
+    GRAM_GROWTH_LIMIT,
+    gram_segments,
+    newton_schulz,
+    step_coefficients,
+)
+from jax_impl.testing import assert_same_bits, relative_error
+
+SHAPES = {"tall": (24, 7), "wide": (7, 24), "square": (9, 9), "batched": (2, 3, 5, 8)}
+CUSTOM = ((3.0, -3.5, 1.4), (2.0, -1.5, 0.5), (1.5, -0.6, 0.1))
+
+
+def gaussian(shape, seed=0, scale=1.0):
+    return (scale * np.random.default_rng(seed).normal(size=shape)).astype(np.float32)
+
+
+def exact(x, coefficients, eps=1e-7):
+    """U p(S) Vᵀ in float64, where p is the iteration on one singular value."""
+    u, s, vt = np.linalg.svd(np.asarray(x, np.float64), full_matrices=False)
+    s = s / np.maximum(np.linalg.norm(s, axis=-1, keepdims=True), eps)
+    for a, b, c in coefficients:
+        s = a * s + b * s**3 + c * s**5
+    return (u * s[..., None, :]) @ vt
+
+
+def with_spectrum(singular_values, shape, seed=0):
+    rng = np.random.default_rng(seed)
+    u, v = (np.linalg.qr(rng.normal(size=(n, len(singular_values))))[0] for n in shape)
+    return (u * singular_values @ v.T).astype(np.float32)
+
+
+SPECTRA = {
+    "gaussian": gaussian,
+    "condition 1e2": lambda shape, seed: with_spectrum(np.geomspace(1, 1e-2, 16), shape, seed),
+    "condition 1e4": lambda shape, seed: with_spectrum(np.geomspace(1, 1e-4, 16), shape, seed),
+    "rank 4": lambda shape, seed: with_spectrum(np.ones(4), shape, seed),
+    "rank 1 and noise": lambda shape, seed: (
+        with_spectrum(np.ones(1), shape, seed) + gaussian(shape, seed, 1e-4 / np.sqrt(16 * 96))
+    ),
+    "tiny": lambda shape, seed: gaussian(shape, seed, 1e-12),
+    "huge": lambda shape, seed: gaussian(shape, seed, 1e12),
+}
+
+
+@functools.cache
+def reference():
+    """emerging-optimizers' module and torch."""
+    import torch
+    from emerging_optimizers.orthogonalized_optimizers import muon_utils
+    from emerging_optimizers.utils import fp32_matmul_precision
+
+    def run(x, steps, coefficient_type, precision="highest", custom=None):
+        with fp32_matmul_precision(precision):
+            out = muon_utils.newton_schulz(
+                torch.tensor(x), steps, coefficient_type, custom_coefficient_sets=custom
+            )
+        return out.numpy()
+
+    return muon_utils, run
+
+
+def test_coefficients_are_those_of_emerging_optimizers():
+    sets = reference()[0]._COEFFICIENT_SETS
+    assert {k: list(v) for k, v in COEFFICIENTS.items()} == sets
+
+
+@pytest.mark.parametrize("steps", range(1, 13))
+@pytest.mark.parametrize("coefficient_type", COEFFICIENTS)
+def test_all_are_the_polynomial_of_the_singular_values(coefficient_type, steps):
+    x = gaussian((4, 6), seed=steps)
+    expected = exact(x, step_coefficients(steps, coefficient_type))
+    # Twelve steps multiply rounding by some hundreds; a wrong coefficient costs 1e-2 and more.
+    for method in ("standard", "gram"):
+        out = newton_schulz(x, steps, coefficient_type, method=method)
+        assert relative_error(out, expected) < 2e-4, method
+    # The reference cycles or repeats the same sets.
+    assert relative_error(reference()[1](x, steps, coefficient_type), expected) < 2e-4
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_every_shape(shape, method):
+    x = gaussian(shape)
+    out = newton_schulz(jnp.asarray(x), method=method)
+    assert out.shape == shape and out.dtype == jnp.float32
+    assert relative_error(out, exact(x, step_coefficients(5, "quintic"))) < 1e-5
+    transposed = newton_schulz(jnp.asarray(x).mT, method=method).mT
+    assert relative_error(transposed, out) < 1e-5
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_custom_coefficients_are_cycled(method):
+    x = gaussian((5, 8))
+    out = newton_schulz(x, 7, "custom", custom_coefficients=CUSTOM, method=method)
+    assert relative_error(out, exact(x, (*CUSTOM, *CUSTOM, CUSTOM[0]))) < 1e-5
+    expected = reference()[1](x, 7, "custom", custom=list(CUSTOM))
+    assert relative_error(out, expected) < 1e-5
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("shape", [(6, 16), (16, 6), (6, 6)])
+def test_padding_stays_exactly_zero(shape, method, precision):
+    x = np.zeros(shape, np.float32)
+    x[:4, :4] = gaussian((4, 4))
+    out = np.asarray(newton_schulz(x, method=method, fp32_matmul_prec=precision))
+    assert np.count_nonzero(out[4:]) == 0 and np.count_nonzero(out[:, 4:]) == 0
+    # and the padding does not show in the rest, within what the precision keeps
+    own = newton_schulz(x[:4, :4], method=method, fp32_matmul_prec=precision)
+    assert relative_error(out[:4, :4], own) < (2e-2 if precision == "medium" else 1e-5)
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_a_zero_matrix_stays_zero(method, precision):
+    x = jnp.zeros((2, 3, 5)).at[1].set(gaussian((3, 5)))
+    out = newton_schulz(x, method=method, fp32_matmul_prec=precision)
+    assert not out[0].any() and np.isfinite(out).all() and out[1].any()
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("eps", [1e-7, 1e-3, 10.0])
+def test_norms_below_eps_are_not_divided_by(method, eps):
+    coefficients = step_coefficients(5, "quintic")
+    for factor in (0.1, 0.9, 1.1):
+        x = gaussian((5, 8))
+        x = (x / np.linalg.norm(x) * factor * eps).astype(np.float32)
+        out = newton_schulz(x, method=method, eps=eps)
+        assert relative_error(out, exact(x, coefficients, eps)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["quintic", "simple", "polar_express", "aol"])
+def test_as_close_to_the_truth_as_the_reference(kind):
+    coefficients = step_coefficients(5, kind)
+    ratios = {"gram": [], "standard": []}
+    for make, shape in itertools.product(SPECTRA.values(), [(16, 96), (96, 16)]):
+        matrices = [make(shape, seed) for seed in range(3)]
+        truths = [exact(x, coefficients) for x in matrices]
+
+        def error(run):
+            distances = map(relative_error, map(run, matrices), truths)  # noqa: B023
+            return np.sqrt(np.mean(np.square(list(distances)))) + np.finfo(np.float32).eps
+
+        theirs = error(lambda x: reference()[1](x, 5, kind))
+        for method, ratio in ratios.items():
+            run = functools.partial(newton_schulz, coefficient_type=kind, method=method)
+            ratio.append(error(run) / theirs)
+    for method, ratio in ratios.items():
+        assert np.sqrt(np.mean(np.square(ratio))) <= 1.5, (method, ratio)
+        assert max(ratio) <= 3, (method, ratio)  # those of single matrices scatter
+
+
+@pytest.mark.parametrize("shape", [(16, 48), (48, 16), (2, 12, 20)])
+@pytest.mark.parametrize("coefficient_type", ["quintic", "polar_express"])
+def test_medium_rounds_where_the_reference_rounds(coefficient_type, shape):
+    x = gaussian(shape)
+    ours = newton_schulz(x, 5, coefficient_type, fp32_matmul_prec="medium")
+    theirs = reference()[1](x, 5, coefficient_type, "medium")
+    truth = exact(x, step_coefficients(5, coefficient_type))
+    # Sums in another order flip a bfloat16 rounding (2**-8) here and there; both stand off from
+    # the truth by what rounding everywhere costs, which is much more.
+    assert relative_error(ours, theirs) < 1e-2
+    assert relative_error(ours, truth) <= 1.5 * relative_error(theirs, truth)
+    assert relative_error(ours, truth) > 1e-3
+    rounded = jnp.asarray(ours).astype(jnp.bfloat16).astype(jnp.float32)
+    assert_same_bits(ours, rounded)  # the reference's last step ends in bfloat16
+
+
+def test_medium_has_one_form():
+    x = gaussian((8, 20))
+    gram, standard = (
+        newton_schulz(x, method=method, fp32_matmul_prec="medium")
+        for method in ("gram", "standard")
+    )
+    assert_same_bits(gram, standard)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_inputs_are_computed_in_float32(dtype):
+    x = jnp.asarray(gaussian((5, 8))).astype(dtype)
+    out = newton_schulz(x)
+    assert out.dtype == dtype
+    assert_same_bits(out, newton_schulz(x.astype(jnp.float32)).astype(dtype))
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("shape", [(6, 16), (16, 6)])
+def test_float64_under_x64(shape, method):
+    x = gaussian(shape).astype(np.float64)
+    with jax.enable_x64(True):
+        out = newton_schulz(jnp.asarray(x), 8, "deepseekv4", method=method)
+        assert out.dtype == jnp.float64
+        assert relative_error(out, exact(x, step_coefficients(8, "deepseekv4"))) < 1e-13
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(
+    kind=st.sampled_from(sorted(COEFFICIENTS)),
+    steps=st.integers(1, 30),
+)
+def test_segments_are_the_steps_cut_before_rounding_grows(kind, steps):
+    coefficients = step_coefficients(steps, kind)
+    segments = gram_segments(coefficients)
+    assert sum(segments, ()) == coefficients
+    for i, segment in enumerate(segments):
+        growth = np.prod([a**2 for a, _, _ in segment[:-1]])
+        assert len(segment) == 1 or growth <= GRAM_GROWTH_LIMIT
+        if i + 1 < len(segments):  # and not cut any earlier than that
+            assert growth * segment[-1][0] ** 2 > GRAM_GROWTH_LIMIT
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_works_under_jit_vmap_and_grad(method):
+    x = jnp.asarray(gaussian((3, 4, 6)))
+    run = functools.partial(newton_schulz, method=method)
+    np.testing.assert_allclose(jax.jit(jax.vmap(run))(x), run(x), atol=1e-5)
+    gradient = jax.grad(lambda x: jnp.sum(run(x)))(x)
+    assert np.isfinite(gradient).all() and gradient.any()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (dict(coefficient_type="quartic"), "coefficient_type is 'quartic'"),
+        (dict(method="grams"), "method is 'grams'"),
+        (dict(fp32_matmul_prec="low"), "fp32_matmul_prec is 'low'"),
+        (dict(steps=0), "steps is 0"),
+        (dict(coefficient_type="custom"), "custom_coefficients is None"),
+        (dict(coefficient_type="custom", custom_coefficients=()), "non-empty"),
+        (dict(custom_coefficients=CUSTOM), "exactly for 'custom'"),
+        (dict(x=jnp.ones(3)), r"x is float32\[3\]"),
+        (dict(x=jnp.ones((3, 3), jnp.int32)), "x is int32"),
+    ],
+)
+def test_errors_name_the_argument(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        newton_schulz(**{"x": jnp.ones((3, 4)), **kwargs})

@@ -1,0 +1,29 @@
+"""What the tests of this package share."""
+
+import jax
+import numpy as np
+
+
+def bits(x) -> np.ndarray:
+    """The bytes of an array, by which -0.0 differs from 0.0 and one NaN from another."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    x = np.ascontiguousarray(x)
+    return x.view(np.uint8) if x.size and x.ndim else np.frombuffer(x.tobytes(), np.uint8)
+
+
+def assert_same_bits(actual, expected) -> None:
+    """Asserts equal structures, dtypes, shapes and bits."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, a), e in zip(
+        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+    ):
+        where = jax.tree_util.keystr(path)
+        assert (a.dtype, a.shape) == (e.dtype, e.shape), f"{where}: {a.dtype}{a.shape}"
+        np.testing.assert_array_equal(bits(a), bits(e), err_msg=where)
+
+
+def relative_error(actual, expected) -> float:
+    """|actual - expected| / |expected| in the Frobenius norm, in float64."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))

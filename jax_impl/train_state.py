@@ -1,0 +1,403 @@
+"""The training state of a pool: what lives in each slot from install to retire."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jax_impl.clip import total_l2_norm
+from jax_impl.per_slot import (
+    as_slots,
+    gather_slots,
+    put_slot,
+    reset_slots,
+    scatter_slots,
+    select_slots,
+    slot_count,
+    take_slot,
+)
+from jax_impl.schedule import ParamScheduleConfig, param_schedule
+
+PyTree = Any
+
+
+class StepReport(NamedTuple):
+    """What a step did, slot by slot; every field is (S,), and zero where a slot was not named.
+
+    Attributes:
+      stepped: bool, the slot was updated.
+      skipped: bool, the slot was named but its gradients were not finite: parameters, state,
+        clock and schedule are as before, and its gradient sum was dropped.
+      grad_norm: L2 norm of the slot's mean gradient before clipping.
+      learning_rate, weight_decay: what the step used.
+      samples: int32, the schedule's position after the step.
+    """
+
+    stepped: jax.Array
+    skipped: jax.Array
+    grad_norm: jax.Array
+    learning_rate: jax.Array
+    weight_decay: jax.Array
+    samples: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SlotTrainState:
+    """A pool of S slots as one pytree whose every leaf has the leading axis S.
+
+    Immutable: each operation returns a new state. All of them work under ``jax.jit`` (donate the
+    old state), where values cannot be checked: a slot that is named against the rules then simply
+    does not take part, and its co-tenants are untouched as always.
+
+    Attributes:
+      params: parameters in float32 at least, the masters; `model_params` casts them.
+      grad_sum: sums of gradients over the samples accumulated so far, like ``params``.
+      accumulated: int32 (S,), the samples in ``grad_sum``.
+      samples: int32 (S,), the samples trained on: the position in the schedule.
+      batch_size: int32 (S,), samples per step; 0 in a free slot.
+      rank: int32 (S,), the adapter's own rank.
+      schedule: `ParamScheduleConfig` of arrays (S,).
+      opt_state: state of ``tx``.
+      tx: the lifted optimizer, e.g. from `multi_lora_optimizer`.
+      pool_rank: the rank that adapters are padded to.
+      param_dtype: dtype of the model's copy of the parameters.
+    """
+
+    params: PyTree
+    grad_sum: PyTree
+    accumulated: jax.Array
+    samples: jax.Array
+    batch_size: jax.Array
+    rank: jax.Array
+    schedule: ParamScheduleConfig
+    opt_state: PyTree
+    tx: optax.GradientTransformationExtraArgs = dataclasses.field(metadata={"static": True})
+    pool_rank: int = dataclasses.field(metadata={"static": True})
+    param_dtype: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls, tx: optax.GradientTransformationExtraArgs, params: PyTree, *, rank: int
+    ) -> "SlotTrainState":
+        """Returns an empty pool.
+
+        Args:
+          tx: a lifted optimizer.
+          params: arrays or `jax.ShapeDtypeStruct` of shape (S, ...), of which only shapes and
+            dtypes count; the first dtype is the model's.
+          rank: the rank that every adapter is padded to.
+        """
+        _at_least("rank", rank, 1)
+        size = slot_count(params=params)
+        masters = jax.tree.map(
+            lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params
+        )
+        counts = jnp.zeros(size, jnp.int32)
+        return cls(
+            params=masters,
+            grad_sum=jax.tree.map(jnp.zeros_like, masters),
+            accumulated=counts,
+            samples=counts,
+            batch_size=counts,
+            rank=counts,
+            schedule=jax.tree.map(lambda x: jnp.stack([x] * size), _as_arrays(FREE)),
+            opt_state=tx.init(masters),
+            tx=tx,
+            pool_rank=rank,
+            param_dtype=jax.tree.leaves(params)[0].dtype,
+        )
+
+    @property
+    def n_slots(self) -> int:
+        """S."""
+        return self.batch_size.shape[0]
+
+    @property
+    def occupied(self) -> jax.Array:
+        """bool (S,): the slots that hold an adapter."""
+        return self.batch_size > 0
+
+    @property
+    def ready(self) -> jax.Array:
+        """bool (S,): the slots whose batch is full."""
+        return self.occupied & (self.accumulated == self.batch_size)
+
+    def model_params(self) -> PyTree:
+        """The parameters in the model's dtype, (S, ...)."""
+        return jax.tree.map(lambda p: p.astype(self.param_dtype), self.params)
+
+    def install(
+        self,
+        slot: Any,
+        params: PyTree,
+        *,
+        rank: int,
+        batch_size: Any,
+        schedule: ParamScheduleConfig,
+        samples: Any = 0,
+        opt_state: PyTree | None = None,
+    ) -> "SlotTrainState":
+        """Puts an adapter into a free slot, fresh or to go on where it stopped.
+
+        Args:
+          slot: the slot.
+          params: its weights, leaves of one slot, at the pool's rank or at its own, in which case
+            zeros are added.
+          rank: the adapter's own rank.
+          batch_size: samples per step.
+          schedule: its schedule, of scalars; see `slot_schedule`.
+          samples: the schedule's position, for an adapter that has trained before.
+          opt_state: its optimizer state, as `take_slot` gave it of ``state.opt_state``; fresh if
+            absent.
+
+        Raises:
+          ValueError: an occupied slot, a rank over the pool's, a batch size below 1, negative
+            samples, or weights of the wrong shape.
+        """
+        _check(self.occupied, slot, "slot {} is occupied; retire its adapter first", wanted=False)
+        if not 1 <= rank <= self.pool_rank:
+            raise ValueError(f"rank is {rank}; this pool holds ranks 1 to {self.pool_rank}")
+        _at_least("batch_size", batch_size, 1)
+        _at_least("samples", samples, 0)
+        allowed = ~take_slot(self.occupied, slot) & (batch_size >= 1) & (samples >= 0)
+        slot = jnp.where(allowed, slot, self.n_slots)  # under jit nothing is written instead
+        state = self._replace_slot(
+            slot,
+            params=self._pad(params, rank),
+            samples=samples,
+            batch_size=batch_size,
+            rank=rank,
+            schedule=_as_arrays(schedule),
+        )
+        if opt_state is None:
+            return state
+        return dataclasses.replace(state, opt_state=put_slot(state.opt_state, slot, opt_state))
+
+    def retire(self, slot: Any) -> "SlotTrainState":
+        """Takes the adapter out of a slot and scrubs it: zeros everywhere, clocks at 0.
+
+        Raises:
+          ValueError: the slot is free.
+        """
+        _check(self.occupied, slot, "slot {} is free; there is no adapter to retire")
+        zeros = jax.tree.map(jnp.zeros_like, take_slot(self.params, slot))
+        return self._replace_slot(
+            slot, params=zeros, samples=0, batch_size=0, rank=0, schedule=_as_arrays(FREE)
+        )
+
+    def accumulate(self, grads: PyTree, samples: Any) -> "SlotTrainState":
+        """Adds gradients, themselves sums over samples, to the slots' gradient sums.
+
+        Args:
+          grads: (S, ...), any float dtype; where ``samples`` is 0 they are not read.
+          samples: int (S,), how many samples of each slot the gradients are over.
+
+        Raises:
+          ValueError: negative samples, samples for a free slot, more than its batch size, or
+            gradients that do not fit the parameters.
+        """
+        samples = jnp.asarray(samples, jnp.int32)
+        if samples.shape != (self.n_slots,):
+            raise ValueError(f"samples has shape {samples.shape}; it must be ({self.n_slots},)")
+        total = self.accumulated + samples
+        _check_all(samples >= 0, "slot {}: samples is negative")
+        _check_all((samples == 0) | self.occupied, "slot {} is free; it takes no samples")
+        _check_all(
+            (samples == 0) | (total <= self.batch_size), "slot {}: more samples than its batch size"
+        )
+        _check_like(grads, self.params)
+        added = (samples > 0) & self.occupied & (total <= self.batch_size)
+        sums = jax.tree.map(lambda s, g: s + g.astype(s.dtype), self.grad_sum, grads)
+        return dataclasses.replace(
+            self,
+            grad_sum=select_slots(added, sums, self.grad_sum),
+            accumulated=jnp.where(added, total, self.accumulated),
+        )
+
+    def discard(self, slots: Any) -> "SlotTrainState":
+        """Drops the gradient sums of the named slots (bool (S,) or indices)."""
+        named = _as_mask(slots, self.n_slots)
+        return dataclasses.replace(
+            self,
+            grad_sum=select_slots(
+                named, jax.tree.map(jnp.zeros_like, self.grad_sum), self.grad_sum
+            ),
+            accumulated=jnp.where(named, 0, self.accumulated),
+        )
+
+    def step(
+        self, slots: Any = None, **hyperparameters: Any
+    ) -> tuple["SlotTrainState", StepReport]:
+        """Updates the named slots, each by its mean gradient, and advances their schedules.
+
+        A slot steps only when its batch is full. One whose gradients are not finite is skipped.
+
+        Args:
+          slots: None for every slot whose batch is full; bool (S,); or int (k,), of which only
+            the named slots are computed (see `per_slot`).
+          **hyperparameters: floats of the optimizer for this step, scalar or (S,); a
+            ``learning_rate`` or ``weight_decay`` given here goes before the schedule's.
+
+        Raises:
+          ValueError: a named slot is free or its batch is not full.
+        """
+        if slots is None:
+            return self._step(self.ready, hyperparameters)
+        slots = as_slots(slots, self.n_slots)
+        named = _as_mask(slots, self.n_slots)
+        _check_all(~named | self.occupied, "slot {} is free; it cannot step")
+        _check_all(
+            ~named | self.ready,
+            "slot {} cannot step: the samples accumulated are not its batch size",
+        )
+        if slots.dtype == bool:
+            return self._step(slots & self.ready, hyperparameters)
+        per_slot_floats = {n: x for n, x in hyperparameters.items() if jnp.ndim(x) > 0}
+        chosen, chosen_floats = gather_slots((self, per_slot_floats), slots)
+        stepped, report = chosen._step(chosen.ready, hyperparameters | chosen_floats)
+        nothing = jax.tree.map(lambda x: jnp.zeros((self.n_slots,), x.dtype), report)
+        return scatter_slots(self, slots, stepped), scatter_slots(nothing, slots, report)
+
+    def _step(self, named, hyperparameters):
+        """Steps the slots of the mask ``named``, all of which have a full batch."""
+        mean = mean_gradients(self.grad_sum, self.batch_size)
+        norm = slot_norms(mean)
+        stepped = named & jnp.isfinite(norm)
+        lr, wd = param_schedule(self.schedule)(self.samples)
+        hyperparameters = {"learning_rate": lr, "weight_decay": wd, **hyperparameters}
+        updates, opt_state = self.tx.update(
+            mean,
+            self.opt_state,
+            self.params,
+            slots=stepped,
+            total_norm=norm,
+            rank=self.rank,
+            **hyperparameters,
+        )
+        params = select_slots(stepped, optax.apply_updates(self.params, updates), self.params)
+        samples = self.samples + jnp.where(stepped, self.batch_size, 0)
+        state = dataclasses.replace(
+            self.discard(named), params=params, opt_state=opt_state, samples=samples
+        )
+        used = [
+            jnp.broadcast_to(hyperparameters[name], norm.shape)
+            for name in ("learning_rate", "weight_decay")
+        ]
+        report = StepReport(stepped, named & ~stepped, norm, *used, samples)
+        return state, select_slots(named, report, jax.tree.map(jnp.zeros_like, report))
+
+    def _replace_slot(self, slot, **values) -> "SlotTrainState":
+        """Writes ``values`` into one slot, with no gradient sum and fresh optimizer state."""
+        written = {
+            name: jax.tree.map(
+                lambda x, v: jnp.asarray(v, x.dtype), take_slot(old, slot), values[name]
+            )
+            for name, old in ((name, getattr(self, name)) for name in values)
+        }
+        state = dataclasses.replace(
+            self.discard(jnp.asarray([slot])),
+            **{name: put_slot(getattr(self, name), slot, new) for name, new in written.items()},
+        )
+        opt_state = reset_slots(self.tx, state.opt_state, state.params, jnp.asarray([slot]))
+        return dataclasses.replace(state, opt_state=opt_state)
+
+    def _pad(self, params: PyTree, rank: int) -> PyTree:
+        """Pads each leaf's axis of length ``rank`` with zeros to the pool's where it is shorter."""
+
+        def pad(path, p, pool):
+            wanted = pool.shape[1:]
+            axes = [
+                (0, want - have) if (have, want) == (rank, self.pool_rank) else (0, 0)
+                for have, want in zip(p.shape, wanted, strict=False)
+            ]
+            padded = jnp.pad(p, axes) if p.ndim == len(wanted) else p
+            if padded.shape != wanted:
+                raise ValueError(
+                    f"params{jax.tree_util.keystr(path)} has shape {p.shape}; this slot takes "
+                    f"{wanted}, or {rank} (its own rank) in place of {self.pool_rank}"
+                )
+            return padded
+
+        _check_same_structure(params, self.params)
+        return jax.tree_util.tree_map_with_path(pad, params, self.params)
+
+
+def mean_gradients(grad_sum: PyTree, batch_size: jax.Array) -> PyTree:
+    """Divides each slot's gradient sum (S, ...) by its batch size (S,)."""
+    per_sample = 1.0 / jnp.maximum(batch_size, 1)
+    return jax.tree.map(
+        lambda s: s * per_sample.reshape((-1,) + (1,) * (s.ndim - 1)).astype(s.dtype), grad_sum
+    )
+
+
+def slot_norms(grads: PyTree) -> jax.Array:
+    """The L2 norm over all of each slot's gradients: (S,)."""
+    return jax.vmap(total_l2_norm)(grads)
+
+
+# What a slot without an adapter has for a schedule.
+FREE = ParamScheduleConfig()
+
+
+def _as_arrays(schedule: ParamScheduleConfig) -> ParamScheduleConfig:
+    """The schedule of one slot as scalars of the dtypes that a pool keeps.
+
+    Counts of samples are integers, so that distances between them are exact; only the warm-up may
+    be fractional.
+    """
+    floats = ("init_lr", "max_lr", "min_lr", "lr_warmup_steps", "start_wd", "end_wd")
+    values = {
+        field.name: jnp.asarray(
+            getattr(schedule, field.name),
+            jnp.result_type(float) if field.name in floats else jnp.int32,
+        )
+        for field in dataclasses.fields(schedule)
+    }
+    return ParamScheduleConfig(**values)
+
+
+def _as_mask(slots: Any, size: int) -> jax.Array:
+    slots = as_slots(slots, size)
+    return slots if slots.dtype == bool else jnp.zeros(size, bool).at[slots].set(True, mode="drop")
+
+
+def _is_known(*values: Any) -> bool:
+    """Whether the values can be looked at, which they cannot under jit."""
+    return not any(isinstance(x, jax.core.Tracer) for x in values)
+
+
+def _check_all(holds: jax.Array, message: str) -> None:
+    """Raises ValueError naming the first slot where ``holds`` (S,) is false."""
+    if _is_known(holds) and not (holds := np.asarray(holds)).all():
+        raise ValueError(message.format(int(np.argmin(holds))))
+
+
+def _check(flags: jax.Array, slot: Any, message: str, wanted: bool = True) -> None:
+    """Raises ValueError unless ``flags[slot]`` is ``wanted``."""
+    if _is_known(flags, slot) and bool(take_slot(flags, slot)) != wanted:
+        raise ValueError(message.format(slot))
+
+
+def _at_least(name: str, value: Any, smallest: int) -> None:
+    if _is_known(value) and not value >= smallest:
+        raise ValueError(f"{name} is {value}; it must be at least {smallest}")
+
+
+def _check_same_structure(tree: PyTree, pool: PyTree) -> None:
+    if (got := jax.tree.structure(tree)) != (want := jax.tree.structure(pool)):
+        raise ValueError(f"the tree has the structure {got}; the pool's is {want}")
+
+
+def _check_like(grads: PyTree, params: PyTree) -> None:
+    _check_same_structure(grads, params)
+    for (path, g), p in zip(
+        jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(params), strict=True
+    ):
+        if g.shape != p.shape:
+            raise ValueError(
+                f"grads{jax.tree_util.keystr(path)} has shape {g.shape}; the pool's is {p.shape}"
+            )
