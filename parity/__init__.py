@@ -1,0 +1,1 @@
+"""Holds the JAX optimizers to the Megatron reference, event by event."""

@@ -1,0 +1,204 @@
+"""Runs a scenario's events on the JAX side."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_impl
+from parity import gradients
+from parity.observation import MOMENTS, Observation, SlotView, StepOutcome
+from parity.scenario import Scenario
+
+DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """One way of running the JAX side beside the reference.
+
+    Attributes:
+        name: "gram", "standard" or "free".
+        ns_method: the form of Newton–Schulz.
+        locked: before each event the state is overwritten with the reference's, so that an error
+            is one step's.
+        by_index: slots are named by padded index rather than by mask.
+    """
+
+    name: str
+    ns_method: str
+    locked: bool
+    by_index: bool
+
+
+MODES = (
+    Mode("gram", "gram", locked=True, by_index=False),
+    Mode("standard", "standard", locked=True, by_index=True),
+    Mode("free", "gram", locked=False, by_index=True),
+)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _accumulate(state, grads, samples):
+    return state.accumulate(grads, samples)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _step(state, slots):
+    return state.step(slots)
+
+
+class Candidate:
+    """The multi-LoRA pool of a scenario in JAX."""
+
+    def __init__(self, scenario: Scenario, mode: Mode):
+        self.scenario, self.mode = scenario, mode
+        config = jax_impl.OptimizerConfig(**scenario.optimizer, ns_method=mode.ns_method)
+        size, dtype = scenario.pool.n_slots, DTYPES[scenario.precision]
+        shapes = gradients.adapter_shapes(scenario, scenario.pool.rank)
+        pool = {name: jax.ShapeDtypeStruct((size, *shape), dtype) for name, shape in shapes.items()}
+        self.state = jax_impl.SlotTrainState.create(
+            jax_impl.multi_lora_optimizer(config), pool, rank=scenario.pool.rank
+        )
+        self.occupants: dict[int, str] = {}
+        self.retired: dict[str, dict[str, Any]] = {}
+
+    def install(self, tenant: str, slot: int, resume_step: int = 0) -> None:
+        weights = gradients.initial_weights(self.scenario, tenant)
+        samples = resume_step * self.scenario.tenants[tenant].batch_size
+        self._install(tenant, slot, params=weights, samples=samples)
+
+    def accumulate(self, slot: int, samples: int, grads: dict[str, np.ndarray]) -> None:
+        size = self.scenario.pool.n_slots
+        pool_grads = {
+            name: np.zeros((size, *grad.shape), np.float32) for name, grad in grads.items()
+        }
+        for name, grad in grads.items():
+            pool_grads[name][slot] = grad
+        counts = np.zeros(size, np.int32)
+        counts[slot] = samples
+        self.state = _accumulate(self.state, pool_grads, counts)
+
+    def step(self, slots: Iterable[int]) -> dict[int, StepOutcome]:
+        self.state, report = _step(self.state, self._named(slots))
+        report = jax.device_get(report)
+        return {
+            slot: StepOutcome(
+                float(report.grad_norm[slot]),
+                float(report.learning_rate[slot]),
+                float(report.weight_decay[slot]),
+                bool(report.stepped[slot]),
+            )
+            for slot in slots
+        }
+
+    def retire(self, slot: int) -> None:
+        kept = {
+            "params": self.state.params,
+            "opt_state": self.state.opt_state,
+            "samples": self.state.samples,
+        }
+        self.retired[self.occupants.pop(slot)] = jax_impl.take_slot(kept, slot)
+        self.state = self.state.retire(slot)
+
+    def resume(self, tenant: str, slot: int) -> None:
+        self._install(tenant, slot, **self.retired.pop(tenant))
+
+    def observe(self) -> Observation:
+        state = jax.device_get(self.state)
+        params = jax.device_get(
+            {name: p.astype(jnp.float32) for name, p in self.state.model_params().items()}
+        )
+        lr, weight_decay = map(
+            np.asarray, jax_impl.param_schedule(self.state.schedule)(self.state.samples)
+        )
+        pool = {("param", name): p for name, p in params.items()}
+        pool |= {("master", name): p for name, p in state.params.items()}
+        pool |= {("grad_sum", name): p for name, p in state.grad_sum.items()}
+        clocks: dict[str, np.ndarray] = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state):
+            kind, name = state_field(path)
+            if kind in MOMENTS:
+                pool[kind, name] = leaf
+            if kind == "exp_avg":
+                clocks[name] = clock_beside(state.opt_state, path)
+        return {
+            slot: SlotView(
+                tensors={key: np.array(leaf[slot]) for key, leaf in pool.items()},
+                clocks={name: int(clock[slot]) for name, clock in clocks.items()},
+                samples=int(state.samples[slot]),
+                lr=float(lr[slot]) if slot in self.occupants else None,
+                weight_decay=float(weight_decay[slot]) if slot in self.occupants else None,
+            )
+            for slot in range(self.scenario.pool.n_slots)
+        }
+
+    def adopt(self, observation: Observation) -> None:
+        """Overwrites parameters, moments and clocks with those of an observation."""
+        size = self.scenario.pool.n_slots
+
+        def stack(kind, name):
+            return jnp.stack([observation[slot].tensors[kind, name] for slot in range(size)])
+
+        def adopted(path, leaf):
+            kind, name = state_field(path)
+            if kind in MOMENTS:
+                return stack(kind, name)
+            if kind == "step" and (owned := clocked_names(self.state.opt_state, path)):
+                clocks = [observation[slot].clocks[owned[0]] for slot in range(size)]
+                return jnp.asarray(clocks, leaf.dtype)
+            return leaf
+
+        self.state = dataclasses.replace(
+            self.state,
+            params={name: stack("master", name) for name in self.state.params},
+            opt_state=jax.tree_util.tree_map_with_path(adopted, self.state.opt_state),
+        )
+
+    def _install(self, tenant: str, slot: int, **kept: Any) -> None:
+        settings = self.scenario.tenants[tenant]
+        self.state = self.state.install(
+            slot,
+            rank=settings.rank,
+            batch_size=settings.batch_size,
+            schedule=jax_impl.slot_schedule(**settings.schedule_settings()),
+            **kept,
+        )
+        self.occupants[slot] = tenant
+
+    def _named(self, slots: Iterable[int]) -> np.ndarray:
+        size = self.scenario.pool.n_slots
+        if self.mode.by_index:
+            index = np.full(size, -1, np.int32)
+            index[: len(tuple(slots))] = tuple(slots)
+            return index
+        return np.isin(np.arange(size), tuple(slots))
+
+
+def state_field(path: tuple[Any, ...]) -> tuple[str, str]:
+    """The field of an optimizer state that a leaf belongs to, and the parameter's name."""
+    fields = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+    last = path[-1]
+    return fields[-1], last.key if isinstance(last, jax.tree_util.DictKey) else ""
+
+
+def clock_beside(opt_state: Any, path: tuple[Any, ...]) -> np.ndarray:
+    """The "step" of the Adam state that holds the moment at ``path``."""
+    return next(
+        leaf
+        for other, leaf in jax.tree_util.tree_leaves_with_path(opt_state)
+        if state_field(other)[0] == "step" and other[:-1] == path[:-2]
+    )
+
+
+def clocked_names(opt_state: Any, path: tuple[Any, ...]) -> list[str]:
+    """The parameters whose moments the Adam state with the "step" at ``path`` holds."""
+    return [
+        state_field(other)[1]
+        for other, _ in jax.tree_util.tree_leaves_with_path(opt_state)
+        if other[:-2] == path[:-1] and state_field(other)[0] == "exp_avg"
+    ]

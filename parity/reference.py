@@ -1,0 +1,177 @@
+"""Runs a scenario's events on the real Megatron stack. Inside `torch_ref.start_megatron`."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.optimizer import OptimizerConfig
+
+import torch_ref
+from parity import gradients, text
+from parity.observation import MOMENTS, Observation, SlotView, StepOutcome
+from parity.scenario import Scenario, Stack, Tenant
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Reference:
+    """The multi-LoRA pool of a scenario under Megatron."""
+
+    def __init__(self, scenario: Scenario):
+        self.scenario = scenario
+        self.config = OptimizerConfig(**scenario.optimizer, bf16=scenario.precision == "bf16")
+        self.chunks, self.optimizer = torch_ref.setup_model_and_optimizer(
+            build_model(scenario), self.config
+        )
+        self.occupants: dict[int, str] = {}
+        self.retired: dict[str, tuple[dict[str, Any], int]] = {}
+
+    def install(self, tenant: str, slot: int, resume_step: int = 0) -> None:
+        weights = gradients.initial_weights(self.scenario, tenant)
+        self._install(tenant, slot, weights, resume_step)
+
+    def accumulate(self, slot: int, samples: int, index: int) -> dict[str, np.ndarray]:
+        """Adds one event's gradients to the slot's sum and returns them, float32."""
+        parameters = dict(torch_ref.adapter_slot_parameters(self.chunks, slot))
+        if self.scenario.gradients == "text":
+            return self._backward(slot, samples, index, parameters)
+        rank = self.scenario.tenants[self.occupants[slot]].rank
+        added = {}
+        for name, parameter in parameters.items():
+            added[name] = gradients.gradient(
+                self.scenario, tuple(parameter.shape), rank, name, index, self.scenario.gradients
+            )
+            parameter.main_grad.add_(torch.from_numpy(added[name]).to(parameter.device))
+        return added
+
+    def step(self, slots: Iterable[int]) -> dict[int, StepOutcome]:
+        batch_sizes = {slot: self._tenant(slot).batch_size for slot in slots}
+        rates = {slot: self._rates(slot) for slot in batch_sizes}
+        norms = torch_ref.step_adapter_slots(self.optimizer, batch_sizes, self.config.clip_grad)
+        torch_ref.step_slot_schedulers(self.optimizer, batch_sizes)
+        return {slot: StepOutcome(norms[slot], *rates[slot]) for slot in batch_sizes}
+
+    def retire(self, slot: int) -> None:
+        tenant = self.occupants.pop(slot)
+        state = torch_ref.adapter_slot_state(self.optimizer, self.chunks, slot)
+        self.retired[tenant] = state, self._samples(slot)
+        torch_ref.retire_adapter(self.chunks, self.optimizer, slot)
+
+    def resume(self, tenant: str, slot: int) -> None:
+        state, samples = self.retired.pop(tenant)
+        weights = {name: values["param"] for name, values in state.items()}
+        self._install(tenant, slot, weights, samples // self.scenario.tenants[tenant].batch_size)
+        torch_ref.load_adapter_slot_state(self.optimizer, self.chunks, slot, state)
+
+    def observe(self) -> Observation:
+        return {slot: self._view(slot) for slot in range(self.scenario.pool.n_slots)}
+
+    def _install(self, tenant: str, slot: int, weights: Mapping[str, Any], resume_step: int):
+        settings = self.scenario.tenants[tenant]
+        torch_ref.install_adapter(
+            self.chunks,
+            self.optimizer,
+            slot,
+            {name: torch.as_tensor(weight) for name, weight in weights.items()},
+            rank=settings.rank,
+            alpha=settings.alpha,
+            resume_step=resume_step,
+            **settings.schedule_settings(),
+        )
+        self.occupants[slot] = tenant
+
+    def _backward(self, slot, samples, index, parameters) -> dict[str, np.ndarray]:
+        """Forward and backward of the transformer, through Megatron's own DDP hooks."""
+        tokens = torch.from_numpy(
+            text.batch(
+                self.scenario.seed,
+                index,
+                samples,
+                self.scenario.model.seq_length,
+                self.occupants[slot],
+            )
+        )
+        device = next(iter(parameters.values())).device
+        slots = torch.full((samples,), slot, device=device)
+        (chunk,) = self.chunks
+        torch_ref.reset_grad_metadata_keep_grads(self.chunks)
+        with captured_gradients(parameters) as captured:
+            chunk.module.sample_losses(tokens.to(device), slots).sum().backward()
+        chunk.finish_grad_sync()
+        return {name: to_numpy(captured[name]) for name in parameters}
+
+    def _tenant(self, slot: int) -> Tenant:
+        return self.scenario.tenants[self.occupants[slot]]
+
+    def _samples(self, slot: int) -> int:
+        scheduler = self.optimizer.adapter_slot_schedulers.get(slot)
+        return scheduler.num_steps if scheduler else 0
+
+    def _rates(self, slot: int) -> tuple[float, float]:
+        """Learning rate and weight decay in the slot's groups, of the parameters that decay."""
+        groups = [
+            group
+            for child in torch_ref.adapter_slot_children(self.optimizer, slot)
+            for group in child.param_groups
+        ]
+        decayed = next((g for g in groups if g["wd_mult"] == 1.0), groups[0])
+        return float(decayed["lr"]), float(decayed["weight_decay"])
+
+    def _view(self, slot: int) -> SlotView:
+        state = torch_ref.adapter_slot_state(self.optimizer, self.chunks, slot)
+        lr, weight_decay = self._rates(slot) if slot in self.occupants else (None, None)
+        return SlotView(
+            tensors={
+                (kind, name): to_numpy(values[kind])
+                for name, values in state.items()
+                for kind in ("param", "master", "grad_sum", *MOMENTS)
+                if kind in values
+            },
+            clocks={name: values["step"] for name, values in state.items() if "step" in values},
+            samples=self._samples(slot),
+            lr=lr,
+            weight_decay=weight_decay,
+        )
+
+
+def build_model(scenario: Scenario) -> torch.nn.Module:
+    """The scenario's model with an empty adapter in every slot."""
+    pool = dataclasses.asdict(scenario.pool)
+    dtype = DTYPES[scenario.precision]
+    if isinstance(scenario.model, Stack):
+        layers = [dataclasses.astuple(layer) for layer in scenario.model.layers]
+        model = torch_ref.MultiLoRAStack(layers, **pool, params_dtype=dtype)
+    else:
+        model = torch_ref.MultiLoRATransformer(
+            **dataclasses.asdict(scenario.model),
+            **pool,
+            bias=True,
+            params_dtype=dtype,
+            seed=scenario.seed,
+        )
+    return model.cuda() if torch.cuda.is_available() else model
+
+
+@contextmanager
+def captured_gradients(
+    parameters: Mapping[str, torch.nn.Parameter],
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Collects each parameter's gradient as autograd hands it to DDP."""
+    captured: dict[str, torch.Tensor] = {}
+    hooks = [
+        parameter.register_hook(lambda grad, name=name: captured.update({name: grad.clone()}))
+        for name, parameter in parameters.items()
+    ]
+    try:
+        yield captured
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """float32 NumPy copy; exact for bf16."""
+    return tensor.detach().float().cpu().numpy().copy()

@@ -1,0 +1,178 @@
+"""Drives both stacks through a scenario's events and collects what they disagree on."""
+
+from collections.abc import Iterator
+
+from parity import compare
+from parity.candidate import MODES, Candidate
+from parity.checks import Check, Result, Where
+from parity.observation import Observation
+from parity.reference import Reference
+from parity.scenario import Accumulate, Event, Install, Resume, Retire, Scenario, Step
+from parity.truth import Judge, SlotTruth
+
+
+def run(scenario: Scenario) -> Result:
+    """Runs a scenario on both stacks. Call it inside `torch_ref.start_megatron`."""
+    players = Players(scenario)
+    checks: list[Check] = []
+    free_gap = []
+    for index, event in enumerate(scenario.events):
+        checks += players.play(index, event)
+        free_gap.append(players.free_gap())
+    checks += compare.scenario_ratios(checks)
+    return Result(scenario, checks, free_gap)
+
+
+class Players:
+    """The reference, the JAX side in its modes, and the oracle, all at the same event."""
+
+    def __init__(self, scenario: Scenario):
+        self.scenario = scenario
+        self.judge = Judge(scenario)
+        self.reference = Reference(scenario)
+        self.candidates = [Candidate(scenario, mode) for mode in MODES]
+        self.seen = self.reference.observe()
+        self.candidates_seen = [candidate.observe() for candidate in self.candidates]
+        self.free_truth: dict[int, SlotTruth] = {}
+        self.retired_truth: dict[str, SlotTruth] = {}
+        self.occupants: dict[int, str] = {}
+        self.steps: dict[int, int] = {}
+
+    def play(self, index: int, event: Event) -> list[Check]:
+        """Applies one event everywhere and compares."""
+        label = f"{index} {type(event).__name__.lower()}"
+        before, candidates_before = self.seen, self.candidates_seen
+        retiring = self.occupants.get(event.slot) if isinstance(event, Retire) else None
+        outcomes = self._apply(index, event)
+        self.seen = self.reference.observe()
+        touched = event.slots if isinstance(event, Step) else (event.slot,)
+
+        checks = self._reference_promises(label, event, before)
+        self.candidates_seen = []
+        for candidate, was, outcome in zip(
+            self.candidates, candidates_before, outcomes[1:], strict=True
+        ):
+            now = candidate.observe()
+            for slot in range(self.scenario.pool.n_slots):
+                where = Where(label, slot, self.steps.get(slot, 0), candidate.mode.name)
+                if slot not in touched:
+                    checks += compare.untouched(where, was[slot], now[slot])
+                    continue
+                checks += self._touched(where, event, candidate, was, now)
+                if isinstance(event, Step):
+                    checks += self._stepped(
+                        where, candidate, before, now, outcome[slot], outcomes[0][slot]
+                    )
+                if slot in self.occupants:
+                    tenant = self.occupants[slot]
+                    checks += compare.schedule(
+                        where, now[slot], self.seen[slot], self.judge, tenant
+                    )
+            if candidate.mode.locked and isinstance(event, Step):
+                candidate.adopt(self.seen)
+                now = candidate.observe()
+            self.candidates_seen.append(now)
+        self._advance_free_truth(event, before, retiring)
+        return checks
+
+    def free_gap(self) -> float:
+        free = next(
+            now
+            for candidate, now in zip(self.candidates, self.candidates_seen, strict=True)
+            if not candidate.mode.locked
+        )
+        return compare.gap(free, self.seen, self.occupants)
+
+    def _apply(self, index: int, event: Event) -> list:
+        """Applies the event to the reference and each candidate; returns their step outcomes."""
+        everyone = (self.reference, *self.candidates)
+        match event:
+            case Install(tenant, slot, resume_step):
+                for player in everyone:
+                    player.install(tenant, slot, resume_step)
+                self.occupants[slot], self.steps[slot] = tenant, 0
+            case Resume(tenant, slot):
+                for player in everyone:
+                    player.resume(tenant, slot)
+                self.occupants[slot], self.steps[slot] = tenant, 0
+            case Accumulate(slot, samples):
+                grads = self.reference.accumulate(slot, samples, index)
+                for candidate in self.candidates:
+                    candidate.accumulate(slot, samples, grads)
+            case Step(slots):
+                for slot in slots:
+                    self.steps[slot] += 1
+                return [player.step(slots) for player in everyone]
+            case Retire(slot):
+                for player in everyone:
+                    player.retire(slot)
+                del self.occupants[slot], self.steps[slot]
+        return [None for _ in everyone]
+
+    def _reference_promises(self, label: str, event: Event, before: Observation) -> list[Check]:
+        """The reference itself leaves co-tenants alone and scrubs what retires."""
+        touched = event.slots if isinstance(event, Step) else (event.slot,)
+        checks: list[Check] = []
+        for slot, view in self.seen.items():
+            where = Where(label, slot, self.steps.get(slot, 0), "reference")
+            if slot not in touched:
+                checks += compare.untouched(where, before[slot], view)
+            elif isinstance(event, Retire):
+                checks += compare.scrubbed(where, view)
+        return checks
+
+    def _touched(
+        self, where: Where, event: Event, candidate: Candidate, was: Observation, now: Observation
+    ) -> Iterator[Check]:
+        """A slot that the event named, for every event but the step."""
+        slot = where.slot
+        if isinstance(event, Step):
+            return
+        if isinstance(event, Retire):
+            yield from compare.scrubbed(where, now[slot])
+            return
+        reference, keys = self.seen[slot], self.seen[slot].tensors.keys()
+        if not candidate.mode.locked and not isinstance(event, Install):
+            keys = [key for key in keys if key[0] == "grad_sum"]
+        yield from compare.equal_views(where, reference, now[slot], keys)
+
+    def _stepped(self, where, candidate, before, now, outcome, reference_outcome):
+        slot = where.slot
+        truth = self.judge.adopt(before[slot])
+        if not candidate.mode.locked:
+            truth = self.free_truth[slot]
+        step = compare.SteppedSlot(
+            self.occupants[slot],
+            before[slot].samples,
+            grad_sums(before, slot),
+            truth,
+            now[slot],
+            outcome,
+            self.seen[slot],
+            reference_outcome,
+        )
+        return compare.stepped(where, step, self.judge)
+
+    def _advance_free_truth(self, event: Event, before: Observation, retiring: str | None) -> None:
+        """Moves the oracle that runs on freely past the event."""
+        match event:
+            case Install(tenant, slot):
+                self.free_truth[slot] = self.judge.install(tenant)
+            case Resume(tenant, slot):
+                self.free_truth[slot] = self.retired_truth.pop(tenant)
+            case Retire(slot):
+                self.retired_truth[retiring] = self.free_truth.pop(slot)
+            case Step(slots):
+                for slot in slots:
+                    self.free_truth[slot] = self.judge.step(
+                        self.free_truth[slot],
+                        grad_sums(before, slot),
+                        self.occupants[slot],
+                        before[slot].samples,
+                    )
+
+
+def grad_sums(observation: Observation, slot: int):
+    """A slot's gradient sums by slot-free name."""
+    tensors = observation[slot].tensors
+    return {name: x for (kind, name), x in tensors.items() if kind == "grad_sum"}
