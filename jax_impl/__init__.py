@@ -1,25 +1,32 @@
 """Per-slot optimizers for multi-LoRA training, as Optax transforms."""
 
 from jax_impl.adamw import AdamState, adamw
+from jax_impl.adaptive_muon import adaptive_muon
 from jax_impl.clip import ClipState, clip_by_total_norm
 from jax_impl.config import OptimizerConfig
+from jax_impl.lion import LionState, lion
 from jax_impl.multi_lora import multi_lora_optimizer
 from jax_impl.muon import MuonState, muon
 from jax_impl.newton_schulz import newton_schulz
 from jax_impl.per_slot import per_slot, put_slot, reset_slots, take_slot
+from jax_impl.pieces import Split
 from jax_impl.schedule import ParamScheduleConfig, param_schedule, slot_schedule
 from jax_impl.train_state import SlotTrainState, StepReport
 
 __all__ = [
     "AdamState",
     "ClipState",
+    "LionState",
     "MuonState",
     "OptimizerConfig",
     "ParamScheduleConfig",
     "SlotTrainState",
+    "Split",
     "StepReport",
     "adamw",
+    "adaptive_muon",
     "clip_by_total_norm",
+    "lion",
     "multi_lora_optimizer",
     "muon",
     "newton_schulz",

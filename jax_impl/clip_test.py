@@ -25,6 +25,14 @@ def test_the_factor_of_megatron(max_norm):
         assert_same_bits(clipped, GRADS)
 
 
+def test_megatrons_epsilon_shows_where_the_norm_is_small():
+    grads = jax.tree.map(lambda g: g / NORM * 3e-6, GRADS)
+    tx = clip_by_total_norm(1e-6)
+    clipped, _ = tx.update(grads, tx.init(grads))
+    for k, g in grads.items():
+        np.testing.assert_allclose(clipped[k], np.asarray(g) / 4, rtol=1e-6)
+
+
 @pytest.mark.parametrize("max_norm", [0.0, -1.0])
 def test_off_at_zero_and_below_but_the_norm_is_kept(max_norm):
     tx = clip_by_total_norm(max_norm)

@@ -38,3 +38,8 @@ def require_params(params: Any) -> None:
     """Raises ValueError where a transform that needs the parameters got none."""
     if params is None:
         raise ValueError("params are missing; this transform needs update(grads, state, params)")
+
+
+def parameter_name(path: tuple[Any, ...]) -> str:
+    """A leaf's path in its tree, joined by dots: what configurations name parameters by."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")

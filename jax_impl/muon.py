@@ -1,5 +1,7 @@
 """Muon for the matrices of one adapter, as Megatron-Core's ``TensorParallelMuon`` does it."""
 
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,21 +10,49 @@ import optax
 
 from jax_impl import weight_decay as decay
 from jax_impl.config import OptimizerConfig, one_of
-from jax_impl.hyperparameters import hyperparameters, lerp, require_params, zeros_like_master
+from jax_impl.hyperparameters import (
+    hyperparameters,
+    lerp,
+    parameter_name,
+    require_params,
+    zeros_like_master,
+)
 from jax_impl.newton_schulz import (
     MATMUL_PRECISIONS,
     METHODS,
-    newton_schulz,
+    newton_schulz_all,
     step_coefficients,
 )
+from jax_impl.pieces import Split, join, split, whole
+from jax_impl.sequence import TOGETHER, after
 
 SCALE_MODES = ("shape_scaling", "spectral", "unit_rms_norm")
 
 
 class MuonState(NamedTuple):
-    """Momentum of every matrix, in its shape and in float32 at least."""
+    """Momentum of every matrix, in its shape and in float32 at least.
+
+    ``moment2_buffer`` is what an `Adaptation` keeps, None without one.
+    """
 
     momentum_buffer: Any
+    moment2_buffer: Any = None
+
+
+class Adaptation(NamedTuple):
+    """What becomes of orthogonalised momenta before they are scaled; by default nothing.
+
+    Attributes:
+      init: params -> buffer.
+      apply: (orthogonal, buffer, grads, direction, extra) -> (adapted, buffer), all trees like
+        the params but for ``extra``, the extra arguments of the update.
+    """
+
+    init: Callable[[Any], Any] = lambda params: None
+    apply: Callable[..., tuple[Any, Any]] = lambda orthogonal, buffer, *_: (orthogonal, buffer)
+
+
+UNADAPTED = Adaptation()
 
 
 def muon(
@@ -40,6 +70,8 @@ def muon(
     fp32_matmul_prec: str = OptimizerConfig.muon_fp32_matmul_prec,
     ns_method: str = OptimizerConfig.ns_method,
     rank_aware: bool = OptimizerConfig.rank_aware,
+    splits: Callable[[str, tuple[int, int]], Sequence[Split]] = whole,
+    adaptation: Adaptation = UNADAPTED,
 ) -> optax.GradientTransformationExtraArgs:
     """Momentum orthogonalised by Newton–Schulz (https://kellerjordan.github.io/posts/muon/).
 
@@ -66,6 +98,9 @@ def muon(
       extra_scale_factor: one more factor of the update; 0.2 matches AdamW's size
         (https://arxiv.org/abs/2502.16982).
       rank_aware: ``scale_mode`` reads the adapter's own rank in place of the padded one.
+      splits: given a parameter's path, joined by dots, and its shape, how it is cut into the
+        pieces that are orthogonalised, and scaled by their own sizes, each alone.
+      adaptation: see `adaptive_muon`.
 
     Raises:
       ValueError: an unknown name; on ``init`` a leaf that is not a matrix; on ``update`` no
@@ -84,36 +119,65 @@ def muon(
                 raise ValueError(
                     f"params{jax.tree_util.keystr(path)} has shape {p.shape}; Muon owns matrices"
                 )
-        return MuonState(momentum_buffer=jax.tree.map(zeros_like_master, params))
+        return MuonState(jax.tree.map(zeros_like_master, params), adaptation.init(params))
 
     def update_fn(updates, state, params=None, *, rank=None, **extra):
         lr, wd, momentum = hyperparameters(defaults, extra)
         require_params(params)
-        grads = jax.tree.map(
-            lambda g, p: decay.decay_gradient(g, p, wd, weight_decay_method), updates, params
-        )
-        buffer = jax.tree.map(lambda m, g: lerp(m, g, 1 - momentum), state.momentum_buffer, grads)
-        direction = (
-            jax.tree.map(lambda g, m: lerp(g, m, momentum), grads, buffer) if nesterov else buffer
-        )
 
-        def orthogonalize(u):
-            orthogonal = newton_schulz(
-                u,
-                num_ns_steps,
-                coefficient_type,
-                custom_coefficients=custom_coefficients,
-                method=ns_method,
-                fp32_matmul_prec=fp32_matmul_prec,
+        def orthogonalize(paths, directions):
+            cuts = [
+                splits(parameter_name(p), u.shape) for p, u in zip(paths, directions, strict=True)
+            ]
+            pieces = [split(u, c) for u, c in zip(directions, cuts, strict=True)]
+            orthogonal = iter(
+                newton_schulz_all(
+                    list(itertools.chain(*pieces)),
+                    num_ns_steps,
+                    coefficient_type,
+                    custom_coefficients=custom_coefficients,
+                    method=ns_method,
+                    fp32_matmul_prec=fp32_matmul_prec,
+                )
             )
-            sizes = own_sizes(u.shape, rank) if rank_aware else u.shape
-            return orthogonal * (scale_factor(*sizes, scale_mode) * extra_scale_factor)
+            return [
+                join([next(orthogonal) for _ in ps], c) for ps, c in zip(pieces, cuts, strict=True)
+            ]
 
-        def new_update(p, u):
-            step = decay.decay_update(p, lr, wd, weight_decay_method) - lr * orthogonalize(u)
+        def scale(path, u):
+            cuts = splits(parameter_name(path), u.shape)
+
+            def scale_piece(piece):
+                sizes = own_sizes(piece.shape, rank, u.shape) if rank_aware else piece.shape
+                return piece * (scale_factor(*sizes, scale_mode) * extra_scale_factor)
+
+            return join([scale_piece(piece) for piece in split(u, cuts)], cuts)
+
+        def new_update(path, p, u):
+            step = decay.decay_update(p, lr, wd, weight_decay_method) - lr * scale(path, u)
             return step.astype(p.dtype)
 
-        return jax.tree.map(new_update, params, direction), MuonState(buffer)
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+        paths = [path for path, _ in leaves]
+        others = map(treedef.flatten_up_to, (updates, state.momentum_buffer))
+        old = zip(leaves, *others, strict=True)
+        grads, buffer, direction, orthogonal = [], [], [], []
+        for group in itertools.batched(old, TOGETHER):
+            done = len(orthogonal)
+            weight = after(1 - momentum, orthogonal[-1]) if done else 1 - momentum
+            for (_, p), g, m in group:
+                grads.append(decay.decay_gradient(g, p, wd, weight_decay_method))
+                buffer.append(lerp(m, grads[-1], weight))
+                direction.append(lerp(grads[-1], buffer[-1], momentum) if nesterov else buffer[-1])
+            orthogonal += orthogonalize(paths[done : len(direction)], direction[done:])
+        grads, buffer, direction, orthogonal = map(
+            treedef.unflatten, (grads, buffer, direction, orthogonal)
+        )
+        adapted, moment2_buffer = adaptation.apply(
+            orthogonal, state.moment2_buffer, grads, direction, extra
+        )
+        updates = jax.tree_util.tree_map_with_path(new_update, params, adapted)
+        return updates, MuonState(buffer, moment2_buffer)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -137,9 +201,14 @@ def scale_factor(rows, columns, scale_mode: str):
     return root(rows / columns)
 
 
-def own_sizes(shape: tuple[int, int], rank):
-    """Returns (rows, columns) with the padded rank, the shorter side, replaced by ``rank``."""
+def own_sizes(shape: tuple[int, int], rank, whole: tuple[int, int]):
+    """Returns (rows, columns) of a piece of a matrix, with its adapter's own rank.
+
+    The padded rank is the shorter side of the ``whole`` matrix; a piece has its share of it.
+    """
     if rank is None:
         raise ValueError("rank_aware needs the adapter's own rank: update(..., rank=...)")
-    rows, columns = shape
-    return (rank, columns) if rows <= columns else (rows, rank)
+    (rows, columns), (all_rows, all_columns) = shape, whole
+    if all_rows <= all_columns:
+        return rank * (rows / all_rows), columns
+    return rows, rank * (columns / all_columns)

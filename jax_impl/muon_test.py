@@ -227,7 +227,9 @@ def test_rank_aware_scales_by_the_adapters_own_rank():
     np.testing.assert_allclose(ours["b"], padded["b"] * jnp.sqrt(4 / rank)[:, None, None], 1e-6)
     with pytest.raises(ValueError, match="rank_aware needs"):
         tx.update(grads, tx.init(grads), grads)
-    assert own_sizes((4, 9), 2) == (2, 9) and own_sizes((9, 4), 2) == (9, 2)
+    assert own_sizes((4, 9), 2, (4, 9)) == (2, 9) and own_sizes((9, 4), 2, (9, 4)) == (9, 2)
+    # Two of three rows of a matrix that is tall as a whole, and a shard of half the rank.
+    assert own_sizes((2, 4), 3, (6, 4)) == (2, 3) and own_sizes((2, 9), 3, (4, 9)) == (1.5, 9)
 
 
 def test_bfloat16_parameters_keep_float32_momentum():

@@ -100,16 +100,53 @@ def newton_schulz(
     Raises:
       ValueError: an unknown name, fewer than one step, or ``x`` with fewer than two axes.
     """
+    return newton_schulz_all(
+        [x],
+        steps,
+        coefficient_type,
+        custom_coefficients=custom_coefficients,
+        method=method,
+        fp32_matmul_prec=fp32_matmul_prec,
+        eps=eps,
+    )[0]
+
+
+def newton_schulz_all(
+    xs: Sequence[jax.Array],
+    steps: int,
+    coefficient_type: str,
+    *,
+    custom_coefficients: Sequence[tuple[float, float, float]] | None = None,
+    method: str,
+    fp32_matmul_prec: str,
+    eps: float = 1e-7,
+) -> list[jax.Array]:
+    """Returns `newton_schulz` of each of ``xs``, whose shapes may differ.
+
+    In Gram form the arithmetic of the small matrices goes through one batch for all that are of
+    one size; the large matrices are never copied together.
+    """
     one_of("method", method, METHODS)
     one_of("fp32_matmul_prec", fp32_matmul_prec, MATMUL_PRECISIONS)
     coefficients = step_coefficients(steps, coefficient_type, custom_coefficients)
-    if jnp.ndim(x) < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"x is {x.dtype}{list(jnp.shape(x))}; give floats of shape (..., m, n)")
-    compute_dtype = jnp.promote_types(x.dtype, jnp.float32)
-    products = _Products(x.shape[-2] <= x.shape[-1], fp32_matmul_prec, compute_dtype)
+    for x in xs:
+        if jnp.ndim(x) < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(
+                f"x is {x.dtype}{list(jnp.shape(x))}; give floats of shape (..., m, n)"
+            )
+    products = [
+        _Products(
+            wide=x.shape[-2] <= x.shape[-1],
+            prec=fp32_matmul_prec,
+            dtype=jnp.promote_types(x.dtype, jnp.float32),
+        )
+        for x in xs
+    ]
     in_gram_form = method == "gram" and fp32_matmul_prec == "highest"
     iterate = _gram_form if in_gram_form else _standard_form
-    return iterate(x.astype(compute_dtype), coefficients, products, eps).astype(x.dtype)
+    widened = [x.astype(p.dtype) for x, p in zip(xs, products, strict=True)]
+    results = iterate(widened, coefficients, products, eps)
+    return [y.astype(x.dtype) for x, y in zip(xs, results, strict=True)]
 
 
 def step_coefficients(
@@ -188,7 +225,13 @@ class _Products(NamedTuple):
         return jnp.einsum(spec, *operands, precision=precision, preferred_element_type=self.dtype)
 
 
-def _standard_form(x, coefficients, products, eps):
+def _standard_form(xs, coefficients, products, eps):
+    return [
+        _standard_form_of_one(x, coefficients, p, eps) for x, p in zip(xs, products, strict=True)
+    ]
+
+
+def _standard_form_of_one(x, coefficients, products, eps):
     norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
     x = products.round(x / jnp.maximum(norm, eps))
     small = products._replace(wide=True)
@@ -199,18 +242,37 @@ def _standard_form(x, coefficients, products, eps):
     return x
 
 
-def _gram_form(x, coefficients, products, eps):
-    gram = products.gram(x)
-    # |x|² is the trace, so the division by the norm costs no pass over x.
+def _gram_form(xs, coefficients, products, eps):
+    for i, segment in enumerate(gram_segments(coefficients)):
+        grams = [p.gram(x) for x, p in zip(xs, products, strict=True)]
+        polynomial = functools.partial(gram_polynomial, coefficients=segment)
+        if i == 0:
+            polynomial = functools.partial(_normalized_polynomial, coefficients=segment, eps=eps)
+        qs = _together(polynomial, grams)
+        xs = [p.apply(q, x) for q, x, p in zip(qs, xs, products, strict=True)]
+    return xs
+
+
+def _together(function, xs: Sequence[jax.Array]) -> list[jax.Array]:
+    """Maps ``function`` over arrays, those of one shape and dtype as one stack."""
+    alike: dict[tuple, list[int]] = {}
+    for i, x in enumerate(xs):
+        alike.setdefault((x.shape, x.dtype), []).append(i)
+    results = list(xs)
+    for indices in alike.values():
+        stack = function(jnp.stack([xs[i] for i in indices]))
+        for place, i in enumerate(indices):
+            results[i] = stack[place]
+    return results
+
+
+def _normalized_polynomial(gram: jax.Array, coefficients: Coefficients, eps: float) -> jax.Array:
+    """`gram_polynomial` for X / max(|X|, eps), from the Gram matrix of X itself.
+
+    |X|² is the trace of it, so that the division by the norm costs no pass over X.
+    """
     norm = jnp.maximum(jnp.sqrt(jnp.trace(gram, axis1=-2, axis2=-1)), eps)[..., None, None]
-    gram = gram / norm**2
-    segments = gram_segments(coefficients)
-    for i, segment in enumerate(segments):
-        q = gram_polynomial(gram, segment)
-        x = products.apply(q / norm if i == 0 else q, x)
-        if i + 1 < len(segments):
-            gram = products.gram(x)
-    return x
+    return gram_polynomial(gram / norm**2, coefficients) / norm
 
 
 def gram_polynomial(gram: jax.Array, coefficients: Coefficients) -> jax.Array:

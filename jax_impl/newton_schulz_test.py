@@ -1,5 +1,6 @@
 import functools
 import itertools
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +74,7 @@ def reference():
 def test_coefficients_are_those_of_emerging_optimizers():
     sets = reference()[0]._COEFFICIENT_SETS
     assert {k: list(v) for k, v in COEFFICIENTS.items()} == sets
+    assert {*COEFFICIENTS, "custom"} == {*get_args(reference()[0].NSCoeffT)}
 
 
 @pytest.mark.parametrize("steps", range(1, 13))

@@ -180,6 +180,7 @@ def as_slots(slots: Any, size: int) -> jax.Array:
     """
     if not isinstance(slots, jax.Array):
         slots = np.asarray(slots)  # in JAX a wide integer would wrap before it is looked at
+        slots = slots if slots.size else slots.astype(np.int32)  # an empty list says no dtype
     if slots.dtype == bool:
         if slots.shape != (size,):
             raise ValueError(

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from jax_impl.clip import total_l2_norm
+from jax_impl.config import OptimizerConfig
 from jax_impl.per_slot import (
     as_slots,
     gather_slots,
@@ -29,8 +30,9 @@ class StepReport(NamedTuple):
 
     Attributes:
       stepped: bool, the slot was updated.
-      skipped: bool, the slot was named but its gradients were not finite: parameters, state,
-        clock and schedule are as before, and its gradient sum was dropped.
+      skipped: bool, the slot was named but its gradients were not finite, or their norm was over
+        the threshold: parameters, state, clock and schedule are as before, and its gradient sum
+        was dropped.
       grad_norm: L2 norm of the slot's mean gradient before clipping.
       learning_rate, weight_decay: what the step used.
       samples: int32, the schedule's position after the step.
@@ -55,8 +57,9 @@ class SlotTrainState:
 
     Attributes:
       params: parameters in float32 at least, the masters; `model_params` casts them.
-      grad_sum: sums of gradients over the samples accumulated so far, like ``params``.
-      accumulated: int32 (S,), the samples in ``grad_sum``.
+      grad_buffer: what `grad_sum` reads, like ``params``. A step leaves it as it is, which saves
+        writing it: it counts for nothing where ``accumulated`` is 0.
+      accumulated: int32 (S,), the samples in the gradient sums.
       samples: int32 (S,), the samples trained on: the position in the schedule.
       batch_size: int32 (S,), samples per step; 0 in a free slot.
       rank: int32 (S,), the adapter's own rank.
@@ -65,10 +68,12 @@ class SlotTrainState:
       tx: the lifted optimizer, e.g. from `multi_lora_optimizer`.
       pool_rank: the rank that adapters are padded to.
       param_dtype: dtype of the model's copy of the parameters.
+      grad_norm_skip_threshold: largest norm of a slot's mean gradient, before clipping, that it
+        steps on.
     """
 
     params: PyTree
-    grad_sum: PyTree
+    grad_buffer: PyTree
     accumulated: jax.Array
     samples: jax.Array
     batch_size: jax.Array
@@ -78,10 +83,16 @@ class SlotTrainState:
     tx: optax.GradientTransformationExtraArgs = dataclasses.field(metadata={"static": True})
     pool_rank: int = dataclasses.field(metadata={"static": True})
     param_dtype: Any = dataclasses.field(metadata={"static": True})
+    grad_norm_skip_threshold: float = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def create(
-        cls, tx: optax.GradientTransformationExtraArgs, params: PyTree, *, rank: int
+        cls,
+        tx: optax.GradientTransformationExtraArgs,
+        params: PyTree,
+        *,
+        rank: int,
+        grad_norm_skip_threshold: float = OptimizerConfig.grad_norm_skip_threshold,
     ) -> "SlotTrainState":
         """Returns an empty pool.
 
@@ -90,6 +101,7 @@ class SlotTrainState:
           params: arrays or `jax.ShapeDtypeStruct` of shape (S, ...), of which only shapes and
             dtypes count; the first dtype is the model's.
           rank: the rank that every adapter is padded to.
+          grad_norm_skip_threshold: see the attribute; `OptimizerConfig` has it under this name.
         """
         _at_least("rank", rank, 1)
         size = slot_count(params=params)
@@ -99,7 +111,7 @@ class SlotTrainState:
         counts = jnp.zeros(size, jnp.int32)
         return cls(
             params=masters,
-            grad_sum=jax.tree.map(jnp.zeros_like, masters),
+            grad_buffer=jax.tree.map(jnp.zeros_like, masters),
             accumulated=counts,
             samples=counts,
             batch_size=counts,
@@ -109,6 +121,7 @@ class SlotTrainState:
             tx=tx,
             pool_rank=rank,
             param_dtype=jax.tree.leaves(params)[0].dtype,
+            grad_norm_skip_threshold=grad_norm_skip_threshold,
         )
 
     @property
@@ -125,6 +138,12 @@ class SlotTrainState:
     def ready(self) -> jax.Array:
         """bool (S,): the slots whose batch is full."""
         return self.occupied & (self.accumulated == self.batch_size)
+
+    @property
+    def grad_sum(self) -> PyTree:
+        """The sums of gradients over the samples accumulated so far, (S, ...)."""
+        zeros = jax.tree.map(jnp.zeros_like, self.grad_buffer)
+        return select_slots(self.accumulated > 0, self.grad_buffer, zeros)
 
     def model_params(self) -> PyTree:
         """The parameters in the model's dtype, (S, ...)."""
@@ -200,9 +219,11 @@ class SlotTrainState:
           ValueError: negative samples, samples for a free slot, more than its batch size, or
             gradients that do not fit the parameters.
         """
-        samples = jnp.asarray(samples, jnp.int32)
-        if samples.shape != (self.n_slots,):
-            raise ValueError(f"samples has shape {samples.shape}; it must be ({self.n_slots},)")
+        samples = jnp.asarray(samples)
+        if samples.shape != (self.n_slots,) or not jnp.issubdtype(samples.dtype, jnp.integer):
+            raise ValueError(
+                f"samples is {samples.dtype}{list(samples.shape)}; give integers ({self.n_slots},)"
+            )
         total = self.accumulated + samples
         _check_all(samples >= 0, "slot {}: samples is negative")
         _check_all((samples == 0) | self.occupied, "slot {} is free; it takes no samples")
@@ -214,27 +235,22 @@ class SlotTrainState:
         sums = jax.tree.map(lambda s, g: s + g.astype(s.dtype), self.grad_sum, grads)
         return dataclasses.replace(
             self,
-            grad_sum=select_slots(added, sums, self.grad_sum),
+            grad_buffer=select_slots(added, sums, self.grad_buffer),
             accumulated=jnp.where(added, total, self.accumulated),
         )
 
     def discard(self, slots: Any) -> "SlotTrainState":
         """Drops the gradient sums of the named slots (bool (S,) or indices)."""
         named = _as_mask(slots, self.n_slots)
-        return dataclasses.replace(
-            self,
-            grad_sum=select_slots(
-                named, jax.tree.map(jnp.zeros_like, self.grad_sum), self.grad_sum
-            ),
-            accumulated=jnp.where(named, 0, self.accumulated),
-        )
+        return dataclasses.replace(self, accumulated=jnp.where(named, 0, self.accumulated))
 
     def step(
         self, slots: Any = None, **hyperparameters: Any
     ) -> tuple["SlotTrainState", StepReport]:
         """Updates the named slots, each by its mean gradient, and advances their schedules.
 
-        A slot steps only when its batch is full. One whose gradients are not finite is skipped.
+        A slot steps only when its batch is full. One whose gradients are not finite, or have a
+        norm over ``grad_norm_skip_threshold``, is skipped.
 
         Args:
           slots: None for every slot whose batch is full; bool (S,); or int (k,), of which only
@@ -256,19 +272,36 @@ class SlotTrainState:
         )
         if slots.dtype == bool:
             return self._step(slots & self.ready, hyperparameters)
+        return self._step_chosen(slots, hyperparameters)
+
+    def _step_chosen(self, slots, hyperparameters):
+        """Steps the slots of the index ``slots`` (k,), computing only them."""
+        if slots.size == 1:
+            # XLA turns the gather of a single slot into a slice, and then copies whole pools where
+            # it would otherwise write in place. One entry of padding keeps it from that.
+            slots = jnp.append(slots, self.n_slots)
         per_slot_floats = {n: x for n, x in hyperparameters.items() if jnp.ndim(x) > 0}
         chosen, chosen_floats = gather_slots((self, per_slot_floats), slots)
         stepped, report = chosen._step(chosen.ready, hyperparameters | chosen_floats)
+        changed = ("params", "opt_state", "samples", "accumulated")
+        state = dataclasses.replace(
+            self,
+            **{
+                name: scatter_slots(getattr(self, name), slots, getattr(stepped, name))
+                for name in changed
+            },
+        )
         nothing = jax.tree.map(lambda x: jnp.zeros((self.n_slots,), x.dtype), report)
-        return scatter_slots(self, slots, stepped), scatter_slots(nothing, slots, report)
+        return state, scatter_slots(nothing, slots, report)
 
     def _step(self, named, hyperparameters):
         """Steps the slots of the mask ``named``, all of which have a full batch."""
-        mean = mean_gradients(self.grad_sum, self.batch_size)
-        norm = slot_norms(mean)
-        stepped = named & jnp.isfinite(norm)
+        mean = mean_gradients(self.grad_buffer, self.batch_size)
+        norm = mean_norms(self.grad_buffer, self.batch_size)
         lr, wd = param_schedule(self.schedule)(self.samples)
         hyperparameters = {"learning_rate": lr, "weight_decay": wd, **hyperparameters}
+        threshold = hyperparameters.get("grad_norm_skip_threshold", self.grad_norm_skip_threshold)
+        stepped = named & jnp.isfinite(norm) & (norm <= threshold)
         updates, opt_state = self.tx.update(
             mean,
             self.opt_state,
@@ -276,6 +309,8 @@ class SlotTrainState:
             slots=stepped,
             total_norm=norm,
             rank=self.rank,
+            schedule=self.schedule,
+            samples=self.samples,
             **hyperparameters,
         )
         params = select_slots(stepped, optax.apply_updates(self.params, updates), self.params)
@@ -292,16 +327,20 @@ class SlotTrainState:
 
     def _replace_slot(self, slot, **values) -> "SlotTrainState":
         """Writes ``values`` into one slot, with no gradient sum and fresh optimizer state."""
+        values |= {
+            "grad_buffer": jax.tree.map(
+                lambda x: jnp.zeros(x.shape[1:], x.dtype), self.grad_buffer
+            ),
+            "accumulated": 0,
+        }
+        pool = {name: getattr(self, name) for name in values}
         written = {
             name: jax.tree.map(
-                lambda x, v: jnp.asarray(v, x.dtype), take_slot(old, slot), values[name]
+                lambda x, v: jnp.asarray(v, x.dtype), take_slot(pool[name], slot), value
             )
-            for name, old in ((name, getattr(self, name)) for name in values)
+            for name, value in values.items()
         }
-        state = dataclasses.replace(
-            self.discard(jnp.asarray([slot])),
-            **{name: put_slot(getattr(self, name), slot, new) for name, new in written.items()},
-        )
+        state = dataclasses.replace(self, **put_slot(pool, slot, written))
         opt_state = reset_slots(self.tx, state.opt_state, state.params, jnp.asarray([slot]))
         return dataclasses.replace(state, opt_state=opt_state)
 
@@ -334,9 +373,12 @@ def mean_gradients(grad_sum: PyTree, batch_size: jax.Array) -> PyTree:
     )
 
 
-def slot_norms(grads: PyTree) -> jax.Array:
-    """The L2 norm over all of each slot's gradients: (S,)."""
-    return jax.vmap(total_l2_norm)(grads)
+def mean_norms(grad_sum: PyTree, batch_size: jax.Array) -> jax.Array:
+    """The L2 norm over all of each slot's mean gradient: (S,).
+
+    Taken of the sums, so that the mean need not be stored between the norm and the step.
+    """
+    return jax.vmap(total_l2_norm)(grad_sum) / jnp.maximum(batch_size, 1)
 
 
 # What a slot without an adapter has for a schedule.
