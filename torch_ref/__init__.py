@@ -1,7 +1,9 @@
 """The Megatron reference: per-slot optimizers for multi-LoRA out of Megatron's own parts."""
 
+from torch_ref.emerging import SlotOptimizerConfig, is_beyond_megatron
 from torch_ref.megatron import start_megatron
 from torch_ref.multi_lora import (
+    PARTITION_DIM,
     LayerShape,
     LoRAAdapter,
     MultiLoRALinear,
@@ -32,11 +34,13 @@ from torch_ref.tenant import install_adapter, retire_adapter
 from torch_ref.transformer import MultiLoRATransformer
 
 __all__ = [
+    "PARTITION_DIM",
     "LayerShape",
     "LoRAAdapter",
     "MultiLoRALinear",
     "MultiLoRAStack",
     "MultiLoRATransformer",
+    "SlotOptimizerConfig",
     "SlotSchedule",
     "adapter_slot_children",
     "adapter_slot_parameters",
@@ -46,6 +50,7 @@ __all__ = [
     "drop_slot_scheduler",
     "install_adapter",
     "install_slot_scheduler",
+    "is_beyond_megatron",
     "load_adapter_slot_state",
     "pad_adapter_weight",
     "reload_adapter_slot_model_params",

@@ -31,12 +31,15 @@ class CudaOnCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _cuda_on_cpu() -> Iterator[None]:
-    """`CudaOnCpu` plus stand-ins for the two CUDA queries of Megatron's DDP."""
+    """`CudaOnCpu` plus stand-ins for the two CUDA queries of Megatron's DDP.
+
+    Torch-compiled functions (Lion's update) run as written: to compile, a CPU needs a C++ compiler.
+    """
     current_device, current_stream = torch.cuda.current_device, torch.cuda.current_stream
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.current_stream = lambda device=None: None
     try:
-        with CudaOnCpu():
+        with CudaOnCpu(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         torch.cuda.current_device, torch.cuda.current_stream = current_device, current_stream

@@ -5,9 +5,15 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
+
+# How a LoRA pair follows its base layer over tensor-parallel ranks: a column-parallel layer
+# partitions the outputs, a row-parallel one the inputs. What is not named every rank has whole.
+PARTITION_DIM = {"column": {"linear_out": 0, "bias": 0}, "row": {"linear_in": 1}}
 
 
 class LoRAAdapter(nn.Module):
@@ -81,18 +87,53 @@ class MultiLoRALinear(nn.Module):
         return y
 
 
+def mark_partition(layer: MultiLoRALinear, parallel: str) -> None:
+    """Tells Megatron which of the layer's parameters are one rank's part of a whole.
+
+    Without the mark, norms would count a replica on every rank or a part on one rank only, and Muon
+    would take a part for the whole.
+
+    Args:
+        layer: of one rank.
+        parallel: "column" or "row", as its base is partitioned.
+    """
+    for adapter in layer.adapters:
+        for name, dim in PARTITION_DIM[parallel].items():
+            if (parameter := getattr(adapter, name)) is not None:
+                set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+
+
 class LayerShape(NamedTuple):
-    """One layer of a `MultiLoRAStack`."""
+    """One layer of a `MultiLoRAStack`, in whole sizes; `parallel` is None, "column" or "row"."""
 
     name: str
     in_features: int
     out_features: int
     bias: bool = False
+    parallel: str | None = None
+
+    def on_one_rank(self) -> tuple[int, int]:
+        """(in, out) of a tensor-parallel rank's part.
+
+        Raises:
+            ValueError: the ranks do not divide it.
+        """
+        if self.parallel is None:
+            return self.in_features, self.out_features
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        field = "out_features" if self.parallel == "column" else "in_features"
+        if getattr(self, field) % ranks:
+            raise ValueError(
+                f"{self.name}: {field}={getattr(self, field)} must be a multiple of {ranks} ranks"
+            )
+        part = self._replace(**{field: getattr(self, field) // ranks})
+        return part.in_features, part.out_features
 
 
 class MultiLoRAStack(MegatronModule):
     """Independent `MultiLoRALinear` layers of given names and shapes, for synthetic gradients.
 
+    Parallel layers are this rank's part, their adapters' parameters marked as Megatron's are.
     The base weights are zero: nothing is ever forwarded, gradients are written to `main_grad`.
     """
 
@@ -106,9 +147,13 @@ class MultiLoRAStack(MegatronModule):
     ):
         # Megatron's DDP and optimizer builder read a transformer's config; no size in it matters.
         super().__init__(TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1))
-        for name, in_features, out_features, bias in (LayerShape(*layer) for layer in layers):
+        for shape in (LayerShape(*layer) for layer in layers):
+            in_features, out_features = shape.on_one_rank()
             weight = torch.zeros(out_features, in_features, dtype=params_dtype)
-            self.add_module(name, MultiLoRALinear(weight, n_slots, rank, bias=bias))
+            layer = MultiLoRALinear(weight, n_slots, rank, bias=shape.bias)
+            if shape.parallel is not None:
+                mark_partition(layer, shape.parallel)
+            self.add_module(shape.name, layer)
 
 
 def pad_adapter_weight(

@@ -1,7 +1,13 @@
 import pytest
 import torch
 
-from torch_ref.multi_lora import MultiLoRALinear, pad_adapter_weight
+from torch_ref.megatron import start_megatron
+from torch_ref.multi_lora import (
+    LayerShape,
+    MultiLoRALinear,
+    MultiLoRAStack,
+    pad_adapter_weight,
+)
 
 
 def random_layer(n_slots=3, rank=4, bias=True):
@@ -66,3 +72,20 @@ def test_padding_beyond_the_rank_is_exactly_zero():
 def test_weights_that_do_not_fit_are_refused(weight, message):
     with pytest.raises(ValueError, match=message):
         pad_adapter_weight("q.linear_in", weight, (4, 5), 2)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "dims"),
+    [
+        ("column", {"linear_in": None, "linear_out": 0, "bias": 0}),
+        ("row", {"linear_in": 1, "linear_out": None, "bias": None}),
+        (None, {"linear_in": None, "linear_out": None, "bias": None}),
+    ],
+)
+def test_partitioned_parameters_are_marked_as_megatron_marks_its_own(parallel, dims):
+    with start_megatron():
+        stack = MultiLoRAStack([LayerShape("q", 6, 8, True, parallel)], n_slots=2, rank=4)
+    for adapter in stack.q.adapters:
+        for name, parameter in adapter.named_parameters():
+            assert getattr(parameter, "tensor_model_parallel", False) == (dims[name] is not None)
+            assert getattr(parameter, "partition_dim", None) == dims[name]

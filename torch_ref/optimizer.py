@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -14,11 +15,15 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
-from megatron.core.optimizer.emerging_optimizers import HAVE_EMERGING_OPTIMIZERS
+from megatron.core.optimizer.emerging_optimizers import (
+    HAVE_EMERGING_OPTIMIZERS,
+    TensorParallelMuon,
+)
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_size
 
+from torch_ref.emerging import check_beyond_megatron, emerging_muon, is_beyond_megatron
 from torch_ref.slots import adapter_slot_children, adapter_slot_parameters
 
 
@@ -41,8 +46,19 @@ def check_config(config: OptimizerConfig) -> None:
         ValueError: an unknown optimizer, the distributed optimizer, or fp16.
         ImportError: Muon without emerging-optimizers.
     """
-    if config.optimizer not in ("adam", "muon"):
-        raise ValueError(f"optimizer={config.optimizer!r}: must be 'adam' or 'muon'")
+    if config.optimizer not in ("adam", "muon", "adaptive_muon"):
+        raise ValueError(
+            f"optimizer={config.optimizer!r}: must be 'adam', 'muon' or 'adaptive_muon'"
+        )
+    if config.muon_scalar_optimizer not in ("adam", "lion"):
+        raise ValueError(
+            f"muon_scalar_optimizer={config.muon_scalar_optimizer!r}: must be 'adam' or 'lion'"
+        )
+    if math.isfinite(config.grad_norm_skip_threshold):
+        raise ValueError(
+            f"grad_norm_skip_threshold={config.grad_norm_skip_threshold}: must be infinite, slots "
+            "are stepped one by one and Megatron's check is not on that path"
+        )
     if config.use_distributed_optimizer:
         raise ValueError(
             "use_distributed_optimizer=True: must be False, per-slot optimizers shard whole "
@@ -50,9 +66,9 @@ def check_config(config: OptimizerConfig) -> None:
         )
     if config.fp16:
         raise ValueError("fp16=True: must be False, use bf16 or float32")
-    if config.optimizer == "muon" and not HAVE_EMERGING_OPTIMIZERS:
+    if config.optimizer != "adam" and not HAVE_EMERGING_OPTIMIZERS:
         raise ImportError(
-            "optimizer='muon' needs the package emerging-optimizers: pip install "
+            f"optimizer={config.optimizer!r} needs the package emerging-optimizers: pip install "
             "emerging-optimizers==0.3.0"
         )
 
@@ -98,6 +114,28 @@ def check_model(model_chunks: Sequence[DistributedDataParallel], n_slots: int) -
                 raise ValueError(f"{name} belongs to none of the {n_slots} slots: freeze it")
 
 
+def qkv_parameters(model_chunks: Sequence[DistributedDataParallel], n_slots: int) -> list[str]:
+    """Names of the fused matrices that Muon splits: those tagged `is_qkv`, as Megatron tags them.
+
+    Raises:
+        ValueError: one whose rows are no multiple of the sum of its `qkv_split_shapes`. Megatron
+            would silently orthogonalise it as a whole.
+    """
+    names = []
+    for slot in range(n_slots):
+        for name, parameter in adapter_slot_parameters(model_chunks, slot):
+            if not getattr(parameter, "is_qkv", False):
+                continue
+            names.append(name)
+            shapes = getattr(parameter, "qkv_split_shapes", None)
+            if not shapes or parameter.shape[0] % sum(shapes):
+                raise ValueError(
+                    f"{name} is tagged is_qkv: its {parameter.shape[0]} rows must be a multiple of "
+                    f"the sum of its qkv_split_shapes={shapes}"
+                )
+    return names
+
+
 @contextlib.contextmanager
 def only_slot_trainable(
     model_chunks: Sequence[DistributedDataParallel], slot: int
@@ -137,12 +175,19 @@ def tag_param_groups(
 def build_slot_children(
     config: OptimizerConfig, model_chunks: Sequence[DistributedDataParallel], slot: int
 ) -> list[MegatronOptimizer]:
-    """The optimizers that Megatron builds for one slot's adapter alone."""
+    """The optimizers that Megatron builds for one slot's adapter alone.
+
+    Where it cannot, its Muon gives way to Emerging-Optimizers' on the same parameter groups.
+    """
     overrides = get_standard_config_overrides(config)  # fresh: Megatron adds its own entries to it
     explicit_lr = frozenset(key for override in overrides.values() for key in override)
     with only_slot_trainable(model_chunks, slot):
         built = get_megatron_optimizer(config, list(model_chunks), overrides)
     children = [child for child in built.chained_optimizers if child.get_parameters()]
+    if is_beyond_megatron(config):
+        for child in children:
+            if isinstance(child.optimizer, TensorParallelMuon):
+                child.optimizer = emerging_muon(config, child.optimizer.param_groups)
     tag_param_groups(children, slot, explicit_lr)
     return children
 
@@ -153,8 +198,9 @@ def build_multi_lora_optimizer(
     """Builds every slot's optimizers and shards them once, layer-wise, over data-parallel ranks.
 
     Args:
-        config: `optimizer` is "adam", "muon" or the deprecated "dist_muon". Its `lr` and `min_lr`
-            serve only until a tenant's schedule is installed.
+        config: `optimizer` is "adam", "muon", "adaptive_muon" or the deprecated "dist_muon". Its
+            `lr` and `min_lr` serve only until a tenant's schedule is installed. See
+            `SlotOptimizerConfig` for more settings than Megatron's.
         model_chunks: DDP-wrapped chunks whose only trainable parameters are the adapters.
         n_slots: number of slots.
 
@@ -162,13 +208,15 @@ def build_multi_lora_optimizer(
         The chained optimizer; its `adapter_slot_schedulers` holds the installed schedules by slot.
 
     Raises:
-        ValueError: see `check_config`, `check_ddp` and `check_model`.
+        ValueError: see `check_config`, `check_ddp`, `check_model`, `qkv_parameters` and
+            `check_beyond_megatron`.
         ImportError: Muon without emerging-optimizers.
     """
     config = resolve_dist_muon(config)
     check_config(config)
     check_ddp(model_chunks)
     check_model(model_chunks, n_slots)
+    check_beyond_megatron(config, qkv_parameters(model_chunks, n_slots))
     config = dataclasses.replace(
         config,
         lr=0.0 if config.lr is None else config.lr,

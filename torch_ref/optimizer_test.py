@@ -219,8 +219,8 @@ def test_dist_muon_means_muon(device):
     [
         ({"use_distributed_optimizer": True}, "use_distributed_optimizer=True: must be False"),
         ({"fp16": True}, "fp16=True: must be False"),
-        ({"optimizer": "sgd"}, "optimizer='sgd': must be 'adam' or 'muon'"),
-        ({"optimizer": "adaptive_muon"}, "optimizer='adaptive_muon': must be"),
+        ({"optimizer": "sgd"}, "optimizer='sgd': must be 'adam', 'muon' or 'adaptive_muon'"),
+        ({"optimizer": "lion"}, "optimizer='lion': must be"),
     ],
 )
 def test_config_that_cannot_work_is_refused(device, settings, message):
