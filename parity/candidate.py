@@ -12,6 +12,7 @@ import numpy as np
 import jax_impl
 from parity import gradients
 from parity.observation import MOMENTS, Observation, SlotView, StepOutcome
+from parity.pieces import partition_dims
 from parity.scenario import Scenario
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
@@ -52,17 +53,30 @@ def _step(state, slots):
     return state.step(slots)
 
 
+@jax.jit
+def _rates(schedule, samples):
+    return jax_impl.param_schedule(schedule)(samples)
+
+
 class Candidate:
     """The multi-LoRA pool of a scenario in JAX."""
 
     def __init__(self, scenario: Scenario, mode: Mode):
         self.scenario, self.mode = scenario, mode
-        config = jax_impl.OptimizerConfig(**scenario.optimizer, ns_method=mode.ns_method)
+        config = jax_impl.OptimizerConfig(
+            **scenario.optimizer,
+            ns_method=mode.ns_method,
+            tensor_model_parallel_size=scenario.ranks.tensor_parallel,
+            partition_dim=partition_dims(scenario),
+        )
         size, dtype = scenario.pool.n_slots, DTYPES[scenario.precision]
         shapes = gradients.adapter_shapes(scenario, scenario.pool.rank)
         pool = {name: jax.ShapeDtypeStruct((size, *shape), dtype) for name, shape in shapes.items()}
         self.state = jax_impl.SlotTrainState.create(
-            jax_impl.multi_lora_optimizer(config), pool, rank=scenario.pool.rank
+            jax_impl.multi_lora_optimizer(config),
+            pool,
+            rank=scenario.pool.rank,
+            grad_norm_skip_threshold=config.grad_norm_skip_threshold,
         )
         self.occupants: dict[int, str] = {}
         self.retired: dict[str, dict[str, Any]] = {}
@@ -113,18 +127,16 @@ class Candidate:
         params = jax.device_get(
             {name: p.astype(jnp.float32) for name, p in self.state.model_params().items()}
         )
-        lr, weight_decay = map(
-            np.asarray, jax_impl.param_schedule(self.state.schedule)(self.state.samples)
-        )
+        lr, weight_decay = map(np.asarray, _rates(self.state.schedule, self.state.samples))
         pool = {("param", name): p for name, p in params.items()}
         pool |= {("master", name): p for name, p in state.params.items()}
-        pool |= {("grad_sum", name): p for name, p in state.grad_sum.items()}
+        pool |= {("grad_sum", name): p for name, p in jax.device_get(self.state.grad_sum).items()}
         clocks: dict[str, np.ndarray] = {}
         for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state):
             kind, name = state_field(path)
             if kind in MOMENTS:
                 pool[kind, name] = leaf
-            if kind == "exp_avg":
+            if kind == "exp_avg_sq":
                 clocks[name] = clock_beside(state.opt_state, path)
         return {
             slot: SlotView(
@@ -173,9 +185,8 @@ class Candidate:
     def _named(self, slots: Iterable[int]) -> np.ndarray:
         size = self.scenario.pool.n_slots
         if self.mode.by_index:
-            index = np.full(size, -1, np.int32)
-            index[: len(tuple(slots))] = tuple(slots)
-            return index
+            # Padded by entries that name no slot, and by repetitions.
+            return np.resize(np.asarray([*slots, -1], np.int32), size)
         return np.isin(np.arange(size), tuple(slots))
 
 
@@ -200,5 +211,5 @@ def clocked_names(opt_state: Any, path: tuple[Any, ...]) -> list[str]:
     return [
         state_field(other)[1]
         for other, _ in jax.tree_util.tree_leaves_with_path(opt_state)
-        if other[:-2] == path[:-1] and state_field(other)[0] == "exp_avg"
+        if other[:-2] == path[:-1] and state_field(other)[0] == "exp_avg_sq"
     ]

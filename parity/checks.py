@@ -60,6 +60,17 @@ class Where:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rates:
+    """Learning rate and weight decay that both stacks stepped a slot with, as they report them."""
+
+    event: int
+    slot: int
+    tenant: str
+    jax: tuple[float, float]
+    reference: tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True)
 class Result:
     """A scenario's outcome.
 
@@ -68,11 +79,16 @@ class Result:
         checks: every comparison, the scenario's own ratios last.
         free_gap: after each event, the relative distance of the free-running JAX weights from the
             reference's.
+        rates: of every slot's every step.
+        reference: whose class updated the matrices that Muon owns: "megatron", or
+            "emerging-optimizers" where Megatron does not pass an option on.
     """
 
     scenario: Scenario
     checks: list[Check]
     free_gap: list[float]
+    rates: list[Rates] = dataclasses.field(default_factory=list)
+    reference: str = "megatron"
 
     @property
     def passed(self) -> bool:

@@ -13,6 +13,7 @@ _LOW_RANK = 2
 _LOW_RANK_NOISE = 1e-3
 _CONDITION = 1e4
 _SCALES = {"zero": 0.0, "tiny": 1e-12, "huge": 1e12}
+_SPIKE = 1e3
 
 
 def adapter_shapes(scenario: Scenario, rank: int) -> dict[str, tuple[int, ...]]:
@@ -79,7 +80,13 @@ def initial_weights(scenario: Scenario, tenant: str) -> dict[str, np.ndarray]:
 
 
 def gradient(
-    scenario: Scenario, shape: tuple[int, ...], rank: int, name: str, index: int, kind: str
+    scenario: Scenario,
+    shape: tuple[int, ...],
+    rank: int,
+    name: str,
+    index: int,
+    kind: str,
+    share: slice = slice(None),
 ) -> np.ndarray:
     """Returns the gradient sum that the accumulation at ``scenario.events[index]`` adds.
 
@@ -90,6 +97,7 @@ def gradient(
         name: slot-free name of the tensor.
         index: of the event.
         kind: one of ``SYNTHETIC_GRADIENTS``; vectors know no spectrum and are gaussian.
+        share: of the event's samples, the part that a data-parallel rank has.
 
     Returns:
         float32 of ``shape``, the sum of one draw per sample. The singular directions of low_rank
@@ -107,27 +115,36 @@ def gradient(
     rng = _rng(scenario.seed, "gradient", name, index)
     basis_rng = _rng(scenario.seed, "basis", name)
     if kind == "low_rank" and len(own) == 2:
-        total = _low_rank(own, samples, rng, basis_rng)
+        total = _low_rank(own, samples, share, rng, basis_rng)
     elif kind == "ill_conditioned" and len(own) == 2:
-        total = _ill_conditioned(own, samples, rng, basis_rng)
+        total = _ill_conditioned(own, samples, share, rng, basis_rng)
     else:
-        total = _SCALES.get(kind, 1.0) * rng.standard_normal((samples, *own)).sum(0)
+        draws = rng.standard_normal((samples, *own))
+        if kind == "non_finite" and is_outlier(scenario, index):
+            draws.flat[0] = np.inf  # of the first sample
+        scale = _SPIKE if kind == "spikes" and is_outlier(scenario, index) else 1.0
+        total = _SCALES.get(kind, scale) * draws[share].sum(0)
     return pad(total.astype(np.float32), shape)
 
 
-def _low_rank(shape, samples, rng, basis_rng) -> np.ndarray:
+def is_outlier(scenario: Scenario, index: int) -> bool:
+    """Tells whether this event's gradients are a spike, or not finite: about one in three."""
+    return bool(_rng(scenario.seed, "outlier", index).random() < 1 / 3)
+
+
+def _low_rank(shape, samples, share, rng, basis_rng) -> np.ndarray:
     """Two fixed directions on each side, mixed anew per sample, and noise of 1e-3 in norm."""
     left, right = _basis(shape, min(_LOW_RANK, *shape), basis_rng)
-    mix = rng.standard_normal((samples, left.shape[1], right.shape[1])).sum(0)
-    noise = rng.standard_normal((samples, *shape)).sum(0)
+    mix = rng.standard_normal((samples, left.shape[1], right.shape[1]))[share].sum(0)
+    noise = rng.standard_normal((samples, *shape))[share].sum(0)
     return left @ mix @ right.T + _LOW_RANK_NOISE / sqrt(noise.size) * noise
 
 
-def _ill_conditioned(shape, samples, rng, basis_rng) -> np.ndarray:
+def _ill_conditioned(shape, samples, share, rng, basis_rng) -> np.ndarray:
     """Singular values log-spaced over 1e4, each scaled by its own factor in [0.5, 1.5]."""
     left, right = _basis(shape, min(shape), basis_rng)
     spectrum = np.geomspace(1.0, 1.0 / _CONDITION, min(shape))
-    jitter = rng.uniform(0.5, 1.5, (samples, min(shape))).sum(0)
+    jitter = rng.uniform(0.5, 1.5, (samples, min(shape)))[share].sum(0)
     return (left * (spectrum * jitter)) @ right.T
 
 

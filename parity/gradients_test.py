@@ -93,6 +93,19 @@ def test_scales():
     np.testing.assert_allclose(_gradient("huge"), gaussian * 1e12, rtol=1e-6)
 
 
+def test_some_events_are_spikes_or_not_finite():
+    events = (Accumulate(0, 1),) * 30
+    scenario = dataclasses.replace(SCENARIO, events=events)
+    outliers = [gradients.is_outlier(scenario, index) for index in range(30)]
+    assert 5 <= sum(outliers) <= 15
+    for index, outlier in enumerate(outliers):
+        gaussian = _gradient("gaussian", index=index, scenario=scenario)
+        spike = _gradient("spikes", index=index, scenario=scenario)
+        np.testing.assert_allclose(spike, gaussian * (1e3 if outlier else 1.0), rtol=1e-6)
+        infinite = np.isinf(_gradient("non_finite", index=index, scenario=scenario))
+        assert infinite.sum() == outlier and infinite[0, 0] == outlier
+
+
 @pytest.mark.parametrize("kind", SYNTHETIC_GRADIENTS)
 def test_vectors(kind):
     vector = _gradient(kind, (96,), 4, "q.bias")
@@ -160,3 +173,15 @@ def test_pad_and_own_shape_are_inverse():
     assert gradients.own_shape("q.linear_in", padded.shape, 3) == array.shape
     assert gradients.own_shape("q.linear_out", (5, 8), 3) == (5, 3)
     assert gradients.own_shape("q.bias", (5,), 3) == (5,)
+
+
+@pytest.mark.parametrize("kind", SYNTHETIC_GRADIENTS)
+def test_shares_of_the_samples_add_up(kind):
+    total = _gradient(kind)
+    shares = [
+        gradients.gradient(SCENARIO, (8, 48), 8, "q.linear_in", 0, kind, slice(rank, None, 2))
+        for rank in range(2)
+    ]
+    np.testing.assert_allclose(sum(shares), total, rtol=0, atol=1e-6 * np.abs(total).max())
+    small = gradients.gradient(SCENARIO, (8, 48), 8, "q.linear_in", 2, kind, slice(1, None, 2))
+    assert not small.any(), "the second rank has none of one sample"

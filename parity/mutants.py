@@ -1,145 +1,86 @@
-"""Named faults on the JAX side. Each must make the harness fail: it is how we know that it can.
+"""Named faults on the JAX side. Each must make the harness fail: it is how we know that it can."""
 
-A fault is a small replacement of one function of `jax_impl`, undone afterwards.
-"""
-
-import contextlib
 import dataclasses
-import importlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any
+import math
+from collections.abc import Callable, Iterable
 
-import jax
-import jax.numpy as jnp
-import optax
+# Imported for the faults that they register.
+from parity import mutants_adam, mutants_muon, mutants_schedule, mutants_slots  # noqa: F401
+from parity.checks import Check, Result
+from parity.mutants_registry import MUTANTS, Mutant
+from parity.scenario import Accumulate, Scenario, Step
 
-import jax_impl
-
-MUTANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {}
+__all__ = ["MUTANTS", "Verdict", "hunt", "hunting_order"]
 
 
-def mutant(fault: Callable[[], Iterator[None]]) -> Callable[[], AbstractContextManager[None]]:
-    """Registers a generator as the fault of its name; compiled programs do not outlive it."""
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What became of one mutant.
 
-    @contextlib.contextmanager
-    def context() -> Iterator[None]:
-        forget_programs()
-        try:
-            with contextlib.contextmanager(fault)():
-                yield
-        finally:
-            forget_programs()
+    Attributes:
+        mutant: its name.
+        killers: the scenarios that failed, by their first check that did.
+        tried: how many scenarios were run.
+        change: the largest distance from the truth, relative to the update, that an update of
+            the first killer had in one step.
+    """
 
-    MUTANTS[fault.__name__] = context
-    return context
+    mutant: str
+    killers: dict[str, Check]
+    tried: int
+    change: float
 
-
-def forget_programs() -> None:
-    """Makes JAX and us trace everything anew."""
-    jax_impl.multi_lora_optimizer.cache_clear()
-    jax.clear_caches()
-
-
-@contextlib.contextmanager
-def replaced(module: str, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replaces ``jax_impl.<module>.<name>`` by what ``make`` makes of it."""
-    owner: Any = importlib.import_module(f"jax_impl.{module}")
-    *path, name = name.split(".")
-    for part in path:
-        owner = getattr(owner, part)
-    original = getattr(owner, name)
-    setattr(owner, name, make(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+    @property
+    def survived(self) -> bool:
+        return not self.killers
 
 
-def keep_on_reset(field: str) -> AbstractContextManager[None]:
-    """Lets one field of optimizer state survive the reset of a slot."""
-
-    def make(reset_slots):
-        def faulty(tx, state, params, slots):
-            return jax.tree_util.tree_map_with_path(
-                lambda path, new, old: old if field in jax.tree_util.keystr(path) else new,
-                reset_slots(tx, state, params, slots),
-                state,
-            )
-
-        return faulty
-
-    return replaced("train_state", "reset_slots", make)
-
-
-@mutant
-def momentum_not_zeroed_on_retire():
-    with keep_on_reset("momentum_buffer"):
-        yield
-
-
-@mutant
-def adam_clock_not_reset():
-    with keep_on_reset(".step"):
-        yield
+def hunt(
+    mutant: Mutant,
+    scenarios: Iterable[Scenario],
+    run: Callable[[Scenario], Result],
+    *,
+    everywhere: bool = False,
+) -> Verdict:
+    """Runs scenarios with the fault until one fails, or all of them."""
+    killers: dict[str, Check] = {}
+    tried, change = 0, 0.0
+    with mutant.applied():
+        for scenario in scenarios:
+            result = run(scenario)
+            tried += 1
+            if not result.passed:
+                change = change if killers else largest_change(result)
+                killers[scenario.name] = next(c for c in result.checks if not c.passed)
+                if not everywhere:
+                    break
+    return Verdict(mutant.name, killers, tried, change)
 
 
-@mutant
-def weight_decay_of_updated_parameter():
-    def make(muon_from):
-        def faulty(config):
-            inner = muon_from(config)
-
-            def update(updates, state, params, *, learning_rate, weight_decay, **extra):
-                rates = {"learning_rate": learning_rate, "weight_decay": 0.0}
-                updates, state = inner.update(updates, state, params, **rates, **extra)
-                shrink = 1 - learning_rate * weight_decay
-                return jax.tree.map(lambda u, p: (p + u) * shrink - p, updates, params), state
-
-            return optax.GradientTransformationExtraArgs(inner.init, update)
-
-        return faulty
-
-    with replaced("multi_lora", "muon_from", make):
-        yield
+def hunting_order(mutant: Mutant, scenarios: dict[str, Scenario]) -> list[Scenario]:
+    """The scenario that is to kill it, then the others from cheap to dear."""
+    others = sorted(
+        (s for s in scenarios.values() if s.name != mutant.killer and s.gradients != "text"),
+        key=cost,
+    )
+    return [scenarios[mutant.killer], *others]
 
 
-@mutant
-def clip_over_whole_pool():
-    def make(slot_norms):
-        def faulty(grads):
-            norms = slot_norms(grads)
-            return jnp.full_like(norms, jnp.linalg.norm(norms))
-
-        return faulty
-
-    with replaced("train_state", "slot_norms", make):
-        yield
+def cost(scenario: Scenario) -> int:
+    """Roughly how long a scenario takes."""
+    work = sum(isinstance(event, Step | Accumulate) for event in scenario.events)
+    return work * scenario.pool.n_slots
 
 
-@mutant
-def schedule_counted_in_steps():
-    def make(step):
-        def faulty(state, named, hyperparameters):
-            after, report = step(state, named, hyperparameters)
-            return dataclasses.replace(after, samples=state.samples + report.stepped), report
-
-        return faulty
-
-    with replaced("train_state", "SlotTrainState._step", make):
-        yield
-
-
-@mutant
-def sum_not_divided_by_batch_size():
-    with replaced("train_state", "mean_gradients", lambda _: lambda grad_sum, _: grad_sum):
-        yield
-
-
-@mutant
-def nesterov_on():
-    def make(muon_from):
-        return lambda config: muon_from(dataclasses.replace(config, muon_nesterov=True))
-
-    with replaced("multi_lora", "muon_from", make):
-        yield
+def largest_change(result: Result) -> float:
+    """The largest error of an update that started from the reference's own state, if finite."""
+    return max(
+        (
+            check.jax_error
+            for check in result.checks
+            if check.kind.endswith(" update")
+            and check.mode in ("gram", "standard")
+            and math.isfinite(check.jax_error)
+        ),
+        default=0.0,
+    )

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "moment2_buffer")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,10 @@ class SlotView:
     lr: float | None
     weight_decay: float | None
 
+    def all_of(self, kind: str) -> dict[str, np.ndarray]:
+        """The tensors of one kind, by slot-free name."""
+        return {name: x for (other, name), x in self.tensors.items() if other == kind}
+
 
 @dataclass(frozen=True)
 class StepOutcome:
@@ -43,6 +47,11 @@ Observation = dict[int, SlotView]
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether two arrays are equal bit for bit, signs of zeros and NaN payloads included."""
     return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def same_numbers(a: np.ndarray, b: np.ndarray) -> bool:
+    """Like `same_bits`, but any NaN is as good as another: stacks differ in how they write it."""
+    return same_bits(*(np.where(np.isnan(x), np.asarray(np.nan, x.dtype), x) for x in (a, b)))
 
 
 def first_difference(a: np.ndarray, b: np.ndarray) -> str:

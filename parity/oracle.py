@@ -6,8 +6,10 @@ emerging-optimizers.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
 from itertools import chain, cycle, islice, repeat
-from math import expm1, log, pi, sin, sqrt
+from math import expm1, isfinite, log, pi, sin, sqrt
 from typing import Any
 
 import ml_dtypes
@@ -72,7 +74,7 @@ def round_to_bfloat16(x: np.ndarray) -> np.ndarray:
     return x.astype(ml_dtypes.bfloat16).astype(x.dtype)
 
 
-def muon_scale(rows: int, columns: int, mode: str) -> float:
+def muon_scale(rows: float, columns: float, mode: str) -> float:
     """Returns the factor on an orthogonalized (rows, columns) update.
 
     Raises:
@@ -91,7 +93,7 @@ def muon_scale(rows: int, columns: int, mode: str) -> float:
 
 def muon_step(
     p: np.ndarray,
-    momentum_buffer: np.ndarray,
+    state: Mapping[str, np.ndarray],
     grad: np.ndarray,
     *,
     lr: float,
@@ -99,11 +101,14 @@ def muon_step(
     momentum: float,
     nesterov: bool,
     orthogonalize: Callable[[np.ndarray], np.ndarray],
+    scale: Callable[[np.ndarray], np.ndarray],
     weight_decay_method: str = "decoupled",
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (parameter, momentum_buffer) after one Muon step of a matrix (m, n).
+    adapt: Callable[..., tuple[np.ndarray, np.ndarray]] | None = None,
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Returns (parameter, state) after one Muon step of a matrix (m, n).
 
-    ``orthogonalize`` includes the scale factors.
+    ``adapt``, of adaptive Muon, stands between ``orthogonalize`` and ``scale``:
+    (orthogonal, moment2_buffer, grad, update) -> (adapted, moment2_buffer).
 
     Raises:
         ValueError: unknown weight decay method.
@@ -121,9 +126,79 @@ def muon_step(
             f"weight_decay_method = {weight_decay_method!r}: must be decoupled, independent, "
             "palm or l2"
         )
-    momentum_buffer = _lerp(momentum_buffer, grad, 1 - momentum)
-    update = _lerp(grad, momentum_buffer, momentum) if nesterov else momentum_buffer
-    return p - lr * orthogonalize(update), momentum_buffer
+    buffer = _lerp(state["momentum_buffer"], grad, 1 - momentum)
+    update = _lerp(grad, buffer, momentum) if nesterov else buffer
+    orthogonal = orthogonalize(update)
+    state = {**state, "momentum_buffer": buffer}
+    if adapt is not None:
+        orthogonal, moment2 = adapt(orthogonal, state["moment2_buffer"], grad, update)
+        state["moment2_buffer"] = moment2
+    return p - lr * scale(orthogonal), state
+
+
+def init_moment2(shape: tuple[int, int], method: str) -> np.ndarray:
+    """Returns adaptive Muon's second moment of a matrix before its first step.
+
+    adamuon has one for each element, normuon for each row of a tall matrix and each column of a
+    wide one, namo a single one.
+    """
+    if method == "normuon":
+        return np.zeros((shape[0], 1) if shape[0] >= shape[1] else (1, shape[1]))
+    return np.zeros(shape if method == "adamuon" else 1)
+
+
+def adapt_muon(
+    orthogonal: np.ndarray,
+    moment2: np.ndarray,
+    grad: np.ndarray,
+    update: np.ndarray,
+    *,
+    method: str,
+    beta2: float,
+    eps: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (adapted, moment2): an orthogonalized (m, n) normalised by its second moment.
+
+    Raises:
+        ValueError: unknown method.
+    """
+    if method == "adamuon":
+        moment2 = _lerp(moment2, orthogonal**2, 1 - beta2)
+        return orthogonal / (np.sqrt(moment2) + eps), moment2
+    if method == "normuon":
+        axis = 1 if moment2.shape[1] == 1 else 0
+        moment2 = _lerp(moment2, np.mean(orthogonal**2, axis=axis, keepdims=True), 1 - beta2)
+        lines = orthogonal / np.sqrt(np.maximum(moment2, eps))
+        norms = np.linalg.norm(orthogonal), max(np.linalg.norm(lines), eps)
+        return lines * (norms[0] / norms[1]), moment2
+    if method == "namo":
+        moment2 = _lerp(moment2, np.sum(grad**2), 1 - beta2)
+        return orthogonal * (np.linalg.norm(update) / (np.sqrt(moment2) + eps)), moment2
+    raise ValueError(f"adaptive_muon_moment2_method = {method!r}: must be adamuon, normuon or namo")
+
+
+def lion_step(
+    p: np.ndarray,
+    exp_avg: np.ndarray,
+    grad: np.ndarray,
+    *,
+    lr: float,
+    wd: float,
+    beta1: float,
+    beta2: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (parameter, exp_avg) after one Lion step; any shape."""
+    p = p - lr * wd * p
+    update = np.sign(_lerp(exp_avg, grad, 1 - beta1))
+    return p - lr * update, _lerp(exp_avg, grad, 1 - beta2)
+
+
+def lion_doubts(
+    exp_avg: np.ndarray, grad: np.ndarray, beta1: float, precision: float
+) -> np.ndarray:
+    """Tells for each element whether inputs off by ``precision`` may decide Lion's sign."""
+    kept, added = beta1 * exp_avg, (1 - beta1) * grad
+    return np.abs(kept + added) < precision * (np.abs(kept) + np.abs(added))
 
 
 def adam_step(
@@ -138,9 +213,16 @@ def adam_step(
     beta1: float,
     beta2: float,
     eps: float,
+    decoupled: bool = True,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Returns (parameter, exp_avg, exp_avg_sq, clock) after one AdamW step; any shape."""
-    p = p - lr * wd * p
+    """Returns (parameter, exp_avg, exp_avg_sq, clock) after one Adam step; any shape.
+
+    AdamW's decay is ``decoupled``; else the decayed parameter is part of the gradient.
+    """
+    if decoupled:
+        p = p - lr * wd * p
+    else:
+        grad = grad + wd * p
     clock = clock + 1
     exp_avg = _lerp(exp_avg, grad, 1 - beta1)
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad**2
@@ -155,23 +237,55 @@ def total_norm(grads: Iterable[np.ndarray]) -> float:
 
 
 def clip_factor(norm: float, clip_grad: float) -> float:
-    """Returns what the gradients are multiplied by; 0 or less turns clipping off."""
-    return min(1.0, clip_grad / (norm + _NORM_EPS)) if clip_grad > 0 else 1.0
+    """Returns what the gradients are multiplied by; 0 or less turns clipping off.
+
+    Gradients that are not finite stay as they are: no slot steps on them.
+    """
+    if clip_grad <= 0 or not isfinite(norm):
+        return 1.0
+    return min(1.0, clip_grad / (norm + _NORM_EPS))
 
 
-def is_muon(p: np.ndarray, optimizer: Mapping[str, Any]) -> bool:
-    """Tells whether Muon owns this parameter, rather than Adam."""
-    return optimizer["optimizer"] == "muon" and p.ndim == 2
+def clipped_gradients(
+    grad_sums: Arrays, batch_size: int, optimizer: Mapping[str, Any]
+) -> tuple[Arrays, float]:
+    """Returns the mean gradients, clipped by one norm over all of them, and that norm."""
+    grads = {name: x / batch_size for name, x in grad_sums.items()}
+    norm = total_norm(grads.values())
+    factor = clip_factor(norm, optimizer["clip_grad"])
+    return {name: factor * grad for name, grad in grads.items()}, norm
+
+
+def owner(name: str, p: np.ndarray, optimizer: Mapping[str, Any]) -> str:
+    """Returns who updates a parameter: muon, adam or lion."""
+    if optimizer["optimizer"] == "adam":
+        return "adam"
+    if p.ndim == 2 and not is_embedding_or_output(name, optimizer):
+        return "muon"
+    return optimizer["muon_scalar_optimizer"]
+
+
+def is_embedding_or_output(name: str, optimizer: Mapping[str, Any]) -> bool:
+    """Tells whether a parameter has Megatron's attribute of that name."""
+    patterns = optimizer["embedding_or_output_parameters"]
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def init_state(params: Arrays, optimizer: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the state before a slot's first step: zeros, by parameter and state name."""
-    state: dict[str, dict[str, Any]] = {}
-    for name, p in params.items():
-        names = ("momentum_buffer",) if is_muon(p, optimizer) else ("exp_avg", "exp_avg_sq")
-        state[name] = {key: np.zeros(p.shape) for key in names}
-        if not is_muon(p, optimizer):
-            state[name]["step"] = 0
+    return {name: _init_state(name, p, optimizer) for name, p in params.items()}
+
+
+def _init_state(name: str, p: np.ndarray, optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    by = owner(name, p, optimizer)
+    if by == "adam":
+        return {"exp_avg": np.zeros(p.shape), "exp_avg_sq": np.zeros(p.shape), "step": 0}
+    if by == "lion":
+        return {"exp_avg": np.zeros(p.shape)}
+    state = {"momentum_buffer": np.zeros(p.shape)}
+    if optimizer["optimizer"] == "adaptive_muon":
+        method = optimizer["adaptive_muon_moment2_method"]
+        state["moment2_buffer"] = init_moment2(p.shape, method)
     return state
 
 
@@ -181,11 +295,12 @@ def step(
     grad_sums: Arrays,
     *,
     batch_size: int,
-    lr: float,
-    wd: float,
+    rates: Callable[[str, np.ndarray], tuple[float, float]],
     optimizer: Mapping[str, Any],
     coefficients: Coefficients = (),
     iterate: Callable[..., np.ndarray] = newton_schulz,
+    pieces: Callable[[str, tuple[int, ...]], Sequence[Any]] = lambda name, shape: [...],
+    own_shape: Callable[[str, tuple[int, ...]], tuple[int, ...]] = lambda name, shape: shape,
 ) -> tuple[Arrays, dict[str, dict[str, Any]], float]:
     """Steps one slot.
 
@@ -194,44 +309,62 @@ def step(
         state: as from `init_state`.
         grad_sums: gradient sums over ``batch_size`` samples, float64.
         batch_size: in samples.
-        lr: from the slot's schedule before it advances.
-        wd: likewise; `weight_decay_multiplier` is applied here.
-        optimizer: all of Megatron's OptimizerConfig fields that the step reads, so that the
-            defaults stay in one place: ``vars(OptimizerConfig(**scenario.optimizer))``.
+        rates: (name, parameter) -> (lr, wd) of this step, see `group_rates`.
+        optimizer: all fields that the step reads, those of Megatron's OptimizerConfig under its
+            names, so that the defaults stay in one place.
         coefficients: the set that ``muon_coefficient_type`` names.
         iterate: `newton_schulz`, or `newton_schulz_bf16`.
+        pieces: of a matrix of this name and shape, the index of each part that Muon
+            orthogonalizes, and scales by its own size, alone; by default the whole.
+        own_shape: of a tensor's shape, the part that the adapter's own rank fills; read where
+            ``rank_aware`` is set.
 
     Returns:
         (params, state, norm of the mean gradient before clipping).
     """
-    grads = {name: grad_sums[name] / batch_size for name in params}
-    norm = total_norm(grads.values())
-    factor = clip_factor(norm, optimizer["clip_grad"])
+    grads, norm = clipped_gradients(grad_sums, batch_size, optimizer)
     new_params: Arrays = {}
     new_state: dict[str, dict[str, Any]] = {}
     for name, p in params.items():
-        grad = factor * grads[name]
-        rates = {"lr": lr, "wd": wd * weight_decay_multiplier(name, p)}
-        if is_muon(p, optimizer):
-            scale = muon_scale(*p.shape, optimizer["muon_scale_mode"])
-            scale *= optimizer["muon_extra_scale_factor"]
-
-            def orthogonalize(update: np.ndarray, scale: float = scale) -> np.ndarray:
-                steps = optimizer["muon_num_ns_steps"]
-                return scale * iterate(
-                    update, steps, optimizer["muon_coefficient_type"], coefficients
-                )
-
-            new_params[name], momentum_buffer = muon_step(
+        grad = grads[name]
+        lr, wd = rates(name, p)
+        by = owner(name, p, optimizer)
+        if by == "muon":
+            new_params[name], new_state[name] = muon_step(
                 p,
-                state[name]["momentum_buffer"],
+                state[name],
                 grad,
-                **rates,
+                lr=lr,
+                wd=wd,
                 momentum=optimizer["muon_momentum"],
                 nesterov=optimizer["muon_nesterov"],
-                orthogonalize=orthogonalize,
+                weight_decay_method=optimizer["weight_decay_method"],
+                orthogonalize=partial(
+                    orthogonalize,
+                    indices=pieces(name, p.shape),
+                    optimizer=optimizer,
+                    coefficients=coefficients,
+                    iterate=iterate,
+                ),
+                scale=partial(
+                    scale_pieces,
+                    indices=pieces(name, p.shape),
+                    own=own_shape(name, p.shape) if optimizer["rank_aware"] else p.shape,
+                    optimizer=optimizer,
+                ),
+                adapt=_adaptation(optimizer),
             )
-            new_state[name] = {"momentum_buffer": momentum_buffer}
+        elif by == "lion":
+            new_params[name], exp_avg = lion_step(
+                p,
+                state[name]["exp_avg"],
+                grad,
+                lr=lr,
+                wd=wd,
+                beta1=optimizer["lion_beta1"],
+                beta2=optimizer["lion_beta2"],
+            )
+            new_state[name] = {"exp_avg": exp_avg}
         else:
             new_params[name], exp_avg, exp_avg_sq, clock = adam_step(
                 p,
@@ -239,13 +372,87 @@ def step(
                 state[name]["exp_avg_sq"],
                 state[name]["step"],
                 grad,
-                **rates,
+                lr=lr,
+                wd=wd,
                 beta1=optimizer["adam_beta1"],
                 beta2=optimizer["adam_beta2"],
                 eps=optimizer["adam_eps"],
+                decoupled=optimizer["decoupled_weight_decay"],
             )
             new_state[name] = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "step": clock}
     return new_params, new_state, norm
+
+
+def orthogonalize(
+    update: np.ndarray,
+    *,
+    indices: Sequence[Any],
+    optimizer: Mapping[str, Any],
+    coefficients: Coefficients,
+    iterate: Callable[..., np.ndarray],
+) -> np.ndarray:
+    """Returns the Newton-Schulz iteration of each piece of a matrix (m, n)."""
+    steps, kind = optimizer["muon_num_ns_steps"], optimizer["muon_coefficient_type"]
+    orthogonal = np.empty_like(update)
+    for index in indices:
+        orthogonal[index] = iterate(update[index], steps, kind, coefficients)
+    return orthogonal
+
+
+def scale_pieces(
+    orthogonal: np.ndarray,
+    *,
+    indices: Sequence[Any],
+    own: tuple[int, ...],
+    optimizer: Mapping[str, Any],
+) -> np.ndarray:
+    """Returns each piece of a matrix (m, n) times its Muon scale.
+
+    Of the ``own`` shape, every piece has the share that it has of the matrix.
+    """
+    scaled = np.empty_like(orthogonal)
+    for index in indices:
+        piece = orthogonal[index]
+        sizes = [
+            n * part / all_
+            for n, part, all_ in zip(own, piece.shape, orthogonal.shape, strict=True)
+        ]
+        factor = muon_scale(*sizes, optimizer["muon_scale_mode"])
+        scaled[index] = factor * optimizer["muon_extra_scale_factor"] * piece
+    return scaled
+
+
+def _adaptation(optimizer: Mapping[str, Any]) -> Callable[..., Any] | None:
+    if optimizer["optimizer"] != "adaptive_muon":
+        return None
+    prefix = "adaptive_muon_"
+    return partial(
+        adapt_muon,
+        method=optimizer[prefix + "moment2_method"],
+        beta2=optimizer[prefix + "beta2"],
+        eps=optimizer[prefix + "eps"],
+    )
+
+
+def is_skipped(norm: float, optimizer: Mapping[str, Any]) -> bool:
+    """Tells whether a slot with gradients of this norm does not step."""
+    return not (isfinite(norm) and norm <= optimizer["grad_norm_skip_threshold"])
+
+
+def group_rates(
+    name: str, p: np.ndarray, samples: int, plan: Mapping[str, Any], optimizer: Mapping[str, Any]
+) -> tuple[float, float]:
+    """Returns (lr, wd) of a parameter's group after ``samples`` samples of a `schedule`.
+
+    Embedding and output parameters may have a learning rate of their own: the same schedule between
+    other bounds.
+    """
+    if is_embedding_or_output(name, optimizer) and optimizer["decoupled_lr"] is not None:
+        plan = {**plan, "max_lr": optimizer["decoupled_lr"]}
+        if optimizer["decoupled_min_lr"] is not None:
+            plan["min_lr"] = optimizer["decoupled_min_lr"]
+    lr, wd = schedule(samples, **plan)
+    return lr, wd * weight_decay_multiplier(name, p)
 
 
 def weight_decay_multiplier(name: str, p: np.ndarray) -> float:

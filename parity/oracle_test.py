@@ -2,17 +2,21 @@
 
 import math
 import types
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
+from emerging_optimizers.orthogonalized_optimizers.adaptive_muon import AdaptiveMuon, Moment2MethodT
 from emerging_optimizers.orthogonalized_optimizers.muon import Muon, get_muon_scale_factor
+from emerging_optimizers.scalar_optimizers import Lion
 from emerging_optimizers.utils import fp32_matmul_precision
-from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from parity import oracle
+from parity.scenario import OWN_FIELDS
+from torch_ref import SlotOptimizerConfig
 
 TYPES = sorted(muon_utils._COEFFICIENT_SETS)
 SHAPES = [(8, 48), (48, 8), (16, 16), (2, 7)]
@@ -150,13 +154,14 @@ def test_muon_refuses_unknown_names():
     with pytest.raises(ValueError, match="weight_decay_method = 'x'"):
         oracle.muon_step(
             np.ones((1, 1)),
-            np.ones((1, 1)),
+            {"momentum_buffer": np.ones((1, 1))},
             np.ones((1, 1)),
             lr=1,
             wd=1,
             momentum=0,
             nesterov=False,
             orthogonalize=_iterate,
+            scale=_iterate,
             weight_decay_method="x",
         )
 
@@ -168,23 +173,78 @@ def test_muon_step_against_emerging_optimizers(nesterov, weight_decay_method):
     start = _gaussian((8, 48)).astype(np.float32)
     theirs = torch.nn.Parameter(torch.from_numpy(start.copy()))
     optimizer = Muon([theirs], lr=0.1, weight_decay=0.5, fp32_matmul_prec="highest", **settings)
-    p, momentum_buffer = start.astype(np.float64), np.zeros(start.shape)
+    p, state = start.astype(np.float64), {"momentum_buffer": np.zeros(start.shape)}
     for step in range(4):
         grad = _gaussian((8, 48), seed=step + 1).astype(np.float32)
         theirs.grad = torch.from_numpy(grad.copy())
         optimizer.step()
-        p, momentum_buffer = oracle.muon_step(
+        p, state = oracle.muon_step(
             p,
-            momentum_buffer,
+            state,
             grad.astype(np.float64),
             lr=0.1,
             wd=0.5,
-            orthogonalize=lambda u: oracle.muon_scale(*u.shape, "spectral") * _iterate(u),
+            orthogonalize=_iterate,
+            scale=lambda u: oracle.muon_scale(*u.shape, "spectral") * u,
             **settings,
         )
         assert _distance(theirs.detach().numpy(), p) < 1e-5
         theirs_buffer = optimizer.state[theirs]["momentum_buffer"].numpy()
-        assert _distance(theirs_buffer, momentum_buffer) < 1e-6
+        assert _distance(theirs_buffer, state["momentum_buffer"]) < 1e-6
+
+
+@pytest.mark.parametrize("method", get_args(Moment2MethodT))
+@pytest.mark.parametrize("shape", [(8, 48), (48, 8), (16, 16)])
+def test_adaptive_muon_against_emerging_optimizers(method, shape):
+    start = _gaussian(shape).astype(np.float32)
+    theirs = torch.nn.Parameter(torch.from_numpy(start.copy()))
+    moment2 = {"beta2": 0.8, "eps": 1e-3}
+    optimizer = AdaptiveMuon(
+        [theirs], 0.1, 0.9, 0.5, fp32_matmul_prec="highest", moment2_method=method, **moment2
+    )
+    fields = _fields_of("adaptive_muon", muon_momentum=0.9, adaptive_muon_moment2_method=method)
+    fields |= {"adaptive_muon_beta2": 0.8, "adaptive_muon_eps": 1e-3, "clip_grad": 0.0}
+    params = {"w": start.astype(np.float64)}
+    state = oracle.init_state(params, fields)
+    for step in range(4):
+        grad = _gaussian(shape, seed=step + 1).astype(np.float32)
+        theirs.grad = torch.from_numpy(grad.copy())
+        optimizer.step()
+        params, state, _ = _step(params, state, {"w": grad.astype(float)}, fields, batch_size=1)
+        assert _distance(theirs.detach().numpy(), params["w"]) < 1e-5
+        ours, buffer = state["w"]["moment2_buffer"], optimizer.state[theirs]["moment2_buffer"]
+        assert ours.shape == tuple(buffer.shape) and _distance(buffer.numpy(), ours) < 1e-5
+
+
+def test_adaptive_muon_refuses_unknown_methods():
+    one = np.ones((1, 1))
+    with pytest.raises(ValueError, match="moment2_method = 'x'"):
+        oracle.adapt_muon(one, one, one, one, method="x", beta2=0.9, eps=1e-8)
+
+
+# --- Lion -------------------------------------------------------------------------------------
+
+
+def test_lion_step_against_emerging_optimizers():
+    start = _gaussian((8, 48))
+    theirs = torch.nn.Parameter(torch.from_numpy(start.copy()))
+    optimizer = Lion([theirs], lr=0.1, betas=(0.8, 0.9), weight_decay=0.5)
+    p, exp_avg = start, np.zeros(start.shape)
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(4):
+            grad = _gaussian(start.shape, seed=step + 1)
+            theirs.grad = torch.from_numpy(grad.copy())
+            optimizer.step()
+            rates = {"lr": 0.1, "wd": 0.5, "beta1": 0.8, "beta2": 0.9}
+            p, exp_avg = oracle.lion_step(p, exp_avg, grad, **rates)
+            np.testing.assert_allclose(theirs.detach().numpy(), p, rtol=1e-12)
+            np.testing.assert_allclose(optimizer.state[theirs]["exp_avg"], exp_avg, rtol=1e-12)
+
+
+def test_lion_doubts_what_nearly_cancels():
+    moment, grad = np.array([1.0, 1.0, 1.0, 0.0]), np.array([-4.0, -4.0001, -3.0, 0.0])
+    doubts = oracle.lion_doubts(moment, grad, beta1=0.8, precision=1e-4)
+    assert doubts.tolist() == [True, True, False, False]
 
 
 # --- Adam -------------------------------------------------------------------------------------
@@ -192,10 +252,12 @@ def test_muon_step_against_emerging_optimizers(nesterov, weight_decay_method):
 
 @pytest.mark.parametrize("shape", [(8, 48), (48,)])
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.95)])
-def test_adam_step_against_torch(shape, betas):
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_step_against_torch(shape, betas, decoupled):
     start = _gaussian(shape)
     theirs = torch.nn.Parameter(torch.from_numpy(start.copy()))
-    optimizer = torch.optim.AdamW([theirs], lr=0.1, betas=betas, eps=1e-8, weight_decay=0.5)
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    optimizer = kind([theirs], lr=0.1, betas=betas, eps=1e-8, weight_decay=0.5)
     p, exp_avg, exp_avg_sq, clock = start, np.zeros(shape), np.zeros(shape), 0
     for step in range(6):
         grad = _gaussian(shape, seed=step + 1)
@@ -212,6 +274,7 @@ def test_adam_step_against_torch(shape, betas):
             beta1=betas[0],
             beta2=betas[1],
             eps=1e-8,
+            decoupled=decoupled,
         )
     state = optimizer.state[theirs]
     assert clock == int(state["step"]) == 6
@@ -239,8 +302,12 @@ def test_clip_factor_against_megatrons_formula():
 # --- a whole slot -----------------------------------------------------------------------------
 
 
+def _fields_of(optimizer, **settings):
+    return vars(SlotOptimizerConfig(optimizer=optimizer, **settings)) | OWN_FIELDS
+
+
 def _slot(optimizer, **settings):
-    fields = vars(OptimizerConfig(optimizer=optimizer, **settings))
+    fields = _fields_of(optimizer, **settings)
     params = {
         "q.linear_in": _gaussian((4, 6)),
         "q.linear_out": _gaussian((8, 4), 1),
@@ -251,7 +318,10 @@ def _slot(optimizer, **settings):
 
 
 def _step(params, state, sums, fields, **kwargs):
-    kwargs = {"batch_size": 4, "lr": 0.1, "wd": 0.5} | kwargs
+    def rates(name, p):
+        return 0.1, 0.5 * oracle.weight_decay_multiplier(name, p)
+
+    kwargs = {"batch_size": 4, "rates": rates} | kwargs
     return oracle.step(
         params, state, sums, optimizer=fields, coefficients=_coefficients("quintic"), **kwargs
     )
@@ -320,6 +390,47 @@ def test_step_takes_the_rounding_iteration():
     rounded = _step(params, state, sums, fields, iterate=oracle.newton_schulz_bf16)[0]
     assert 1e-5 < _distance(rounded["q.linear_in"], exact["q.linear_in"]) < 0.1
     np.testing.assert_array_equal(rounded["q.bias"], exact["q.bias"])
+
+
+def test_embedding_and_output_parameters_leave_muon_and_may_have_rates_of_their_own():
+    params, _, fields = _slot("muon", muon_scalar_optimizer="lion")
+    fields |= {"embedding_or_output_parameters": ["*.linear_out"]}
+    owners = [oracle.owner(name, p, fields) for name, p in params.items()]
+    assert owners == ["muon", "lion", "lion"]
+    plan = _fields(("linear", None), warmup=0)
+    usual = [oracle.group_rates(name, p, 40, plan, fields) for name, p in params.items()]
+    assert {lr for lr, _ in usual} == {oracle.schedule(40, **plan)[0]}
+    assert [wd > 0 for _, wd in usual] == [True, True, False]
+    fields |= {"decoupled_lr": 0.5}
+    lr, _ = oracle.group_rates("q.linear_out", params["q.linear_out"], 40, plan, fields)
+    assert lr == pytest.approx(0.001 + 0.6 * (0.5 - 0.001))
+    fields |= {"decoupled_min_lr": 0.1}
+    lr, _ = oracle.group_rates("q.linear_out", params["q.linear_out"], 40, plan, fields)
+    assert lr == pytest.approx(0.1 + 0.6 * (0.5 - 0.1))
+    assert oracle.group_rates("q.linear_in", params["q.linear_in"], 40, plan, fields) == usual[0]
+
+
+def test_skips_what_is_over_the_threshold_or_not_finite():
+    fields = _fields_of("adam")
+    norms = (1e30, math.inf, math.nan)
+    assert [oracle.is_skipped(norm, fields) for norm in norms] == [False, True, True]
+    fields["grad_norm_skip_threshold"] = 2.0
+    assert [oracle.is_skipped(norm, fields) for norm in (2.0, 2.1)] == [False, True]
+
+
+def test_rank_aware_scale_reads_the_own_shape():
+    params, sums, fields = _slot("muon", muon_scale_mode="unit_rms_norm")
+    state = oracle.init_state(params, fields)
+
+    def moved(**kwargs):
+        rates = {"rates": lambda name, p: (0.1, 0.0)}
+        return _step(params, state, sums, fields, **rates, **kwargs)[0]["q.linear_in"]
+
+    old, padded = params["q.linear_in"], moved()
+    np.testing.assert_array_equal(moved(own_shape=lambda name, shape: (1, 6)), padded)
+    fields["rank_aware"] = True
+    own = moved(own_shape=lambda name, shape: (1, 6))
+    np.testing.assert_allclose(own - old, (padded - old) / 2, rtol=1e-9, atol=1e-12)
 
 
 # --- schedules --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from parity import policy
+from parity import policy, versions
 from parity.checks import Check, Result
 from parity.observation import MOMENTS
 from parity.scenario import Scenario
@@ -68,6 +69,41 @@ def worst_ratio(result: Result) -> float:
     """The largest single ratio of a scenario."""
     ratios = [c.value for c in result.checks if c.limit == policy.SINGLE_RATIO]
     return max(ratios, default=0.0)
+
+
+def coverage_table(coverage: Counter[tuple[str, str]]) -> Table:
+    """How many examples met each value of each field."""
+    table = Table("field", "values, and in how many examples")
+    fields: dict[str, list[str]] = {}
+    for (field, value), count in sorted(coverage.items()):
+        fields.setdefault(field, []).append(f"{value}: {count}")
+    for field, values in fields.items():
+        table.add_row(field, _literal(", ".join(values)))
+    return table
+
+
+def verdict_table(verdicts: Iterable[Any]) -> Table:
+    """One line per mutant: its `parity.mutants.Verdict`."""
+    table = Table("mutant", "killed by", "check", "value / limit", "largest change", "scenarios")
+    for verdict in verdicts:
+        if verdict.survived:
+            table.add_row(verdict.mutant, "[red]SURVIVED[/]", "", "", "", f"0/{verdict.tried}")
+            continue
+        scenario, check = next(iter(verdict.killers.items()))
+        where = f"event {check.event}, {check.tensor} ({check.mode}, {check.kind})"
+        found = f"{check.value:.2g} / {check.limit:.2g}"
+        count = f"{len(verdict.killers)}/{verdict.tried}"
+        row = (verdict.mutant, scenario, where, found, f"{verdict.change:.1e}", count)
+        table.add_row(*map(_literal, row))
+    return table
+
+
+def version_table() -> Table:
+    """What is installed beside what was tested."""
+    table, tested = Table("package", "installed", "tested"), versions.tested()
+    for name, version in versions.installed().items():
+        table.add_row(name, version, tested.get(name, ""))
+    return table
 
 
 def print_failures(console: Console, result: Result, reproduce: str) -> None:

@@ -1,49 +1,62 @@
 """Drives both stacks through a scenario's events and collects what they disagree on."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from parity import compare
-from parity.candidate import MODES, Candidate
-from parity.checks import Check, Result, Where
-from parity.observation import Observation
-from parity.reference import Reference
+from parity.candidate import MODES, Candidate, Mode
+from parity.checks import Check, Rates, Result, Where
+from parity.observation import Observation, StepOutcome
+from parity.ranks import start_reference
+from parity.reference import reference_name
 from parity.scenario import Accumulate, Event, Install, Resume, Retire, Scenario, Step
-from parity.truth import Judge, SlotTruth
+from parity.shadow import Shadowed
+from parity.truth import Judge
 
 
-def run(scenario: Scenario) -> Result:
-    """Runs a scenario on both stacks. Call it inside `torch_ref.start_megatron`."""
-    players = Players(scenario)
+def run(scenario: Scenario, modes: Sequence[Mode] = MODES) -> Result:
+    """Runs a scenario on both stacks. Call it inside `torch_ref.start_megatron`.
+
+    ``modes`` may be fewer than all, but one of them must be free.
+    """
+    players = Players(scenario, modes)
     checks: list[Check] = []
     free_gap = []
     for index, event in enumerate(scenario.events):
         checks += players.play(index, event)
         free_gap.append(players.free_gap())
     checks += compare.scenario_ratios(checks)
-    return Result(scenario, checks, free_gap)
+    return Result(scenario, checks, free_gap, players.rates, reference_name(scenario))
+
+
+Outcomes = dict[int, StepOutcome]
 
 
 class Players:
     """The reference, the JAX side in its modes, and the oracle, all at the same event."""
 
-    def __init__(self, scenario: Scenario):
+    def __init__(self, scenario: Scenario, modes: Sequence[Mode]):
         self.scenario = scenario
         self.judge = Judge(scenario)
-        self.reference = Reference(scenario)
-        self.candidates = [Candidate(scenario, mode) for mode in MODES]
+        self.reference = start_reference(scenario)
+        self.candidates = [Candidate(scenario, mode) for mode in modes]
         self.seen = self.reference.observe()
         self.candidates_seen = [candidate.observe() for candidate in self.candidates]
-        self.free_truth: dict[int, SlotTruth] = {}
-        self.retired_truth: dict[str, SlotTruth] = {}
+        self.free_truth: dict[int, Shadowed] = {}
+        self.retired_truth: dict[str, Shadowed] = {}
         self.occupants: dict[int, str] = {}
         self.steps: dict[int, int] = {}
+        self.rates: list[Rates] = []
 
     def play(self, index: int, event: Event) -> list[Check]:
         """Applies one event everywhere and compares."""
         label = f"{index} {type(event).__name__.lower()}"
         before, candidates_before = self.seen, self.candidates_seen
         retiring = self.occupants.get(event.slot) if isinstance(event, Retire) else None
-        outcomes = self._apply(index, event)
+        true_steps = self._true_steps(event, before)
+        skipped = {slot for (_, slot), (_, after) in true_steps.items() if not after.truth.stepped}
+        outcomes = self._apply(index, event, skipped)
+        if isinstance(event, Step):
+            self.rates += self._used_rates(index, *outcomes[:2])
         self.seen = self.reference.observe()
         touched = event.slots if isinstance(event, Step) else (event.slot,)
 
@@ -59,10 +72,14 @@ class Players:
                     checks += compare.untouched(where, was[slot], now[slot])
                     continue
                 checks += self._touched(where, event, candidate, was, now)
-                if isinstance(event, Step):
-                    checks += self._stepped(
-                        where, candidate, before, now, outcome[slot], outcomes[0][slot]
-                    )
+                if slot in skipped:
+                    _, after = true_steps[candidate.mode.locked, slot]
+                    views = was[slot], now[slot]
+                    checks += compare.skipped(where, *views, outcome[slot], after.truth.norm)
+                elif isinstance(event, Step):
+                    true_step = true_steps[candidate.mode.locked, slot]
+                    outcome_pair = outcome[slot], outcomes[0][slot]
+                    checks += self._stepped(where, true_step, before, now, *outcome_pair)
                 if slot in self.occupants:
                     tenant = self.occupants[slot]
                     checks += compare.schedule(
@@ -72,7 +89,7 @@ class Players:
                 candidate.adopt(self.seen)
                 now = candidate.observe()
             self.candidates_seen.append(now)
-        self._advance_free_truth(event, before, retiring)
+        self._advance_free_truth(event, true_steps, retiring)
         return checks
 
     def free_gap(self) -> float:
@@ -83,8 +100,11 @@ class Players:
         )
         return compare.gap(free, self.seen, self.occupants)
 
-    def _apply(self, index: int, event: Event) -> list:
-        """Applies the event to the reference and each candidate; returns their step outcomes."""
+    def _apply(self, index: int, event: Event, skipped: set[int]) -> list:
+        """Applies the event to the reference and each candidate; returns their step outcomes.
+
+        Which slots the reference skips is the oracle's to say: Megatron's per-slot path cannot.
+        """
         everyone = (self.reference, *self.candidates)
         match event:
             case Install(tenant, slot, resume_step):
@@ -102,12 +122,20 @@ class Players:
             case Step(slots):
                 for slot in slots:
                     self.steps[slot] += 1
-                return [player.step(slots) for player in everyone]
+                self.reference.discard(sorted(skipped))
+                outcome = self.reference.step([slot for slot in slots if slot not in skipped])
+                return [outcome, *(candidate.step(slots) for candidate in self.candidates)]
             case Retire(slot):
                 for player in everyone:
                     player.retire(slot)
                 del self.occupants[slot], self.steps[slot]
         return [None for _ in everyone]
+
+    def _used_rates(self, index: int, reference: Outcomes, jax: Outcomes) -> Iterator[Rates]:
+        """What the slots were stepped with that did step."""
+        for slot, outcome in reference.items():
+            pair = [(x.lr, x.weight_decay) for x in (jax[slot], outcome)]
+            yield Rates(index, slot, self.occupants[slot], *pair)
 
     def _reference_promises(self, label: str, event: Event, before: Observation) -> list[Check]:
         """The reference itself leaves co-tenants alone and scrubs what retires."""
@@ -134,18 +162,34 @@ class Players:
         reference, keys = self.seen[slot], self.seen[slot].tensors.keys()
         if not candidate.mode.locked and not isinstance(event, Install):
             keys = [key for key in keys if key[0] == "grad_sum"]
+        if isinstance(event, Accumulate) and self.scenario.ranks.data_parallel > 1:
+            keys = [key for key in keys if key[0] != "grad_sum"]
+            yield from compare.near_sums(where, reference, now[slot])
         yield from compare.equal_views(where, reference, now[slot], keys)
 
-    def _stepped(self, where, candidate, before, now, outcome, reference_outcome):
+    def _true_steps(
+        self, event: Event, before: Observation
+    ) -> dict[tuple[bool, int], tuple[Shadowed, Shadowed]]:
+        """The oracle before and after the event, if it is a step, by locked or free and slot."""
+        truths = {}
+        for slot in event.slots if isinstance(event, Step) else ():
+            arguments = grad_sums(before, slot), self.occupants[slot], before[slot].samples
+            for locked, truth in (
+                (True, Shadowed.around(self.judge.adopt(before[slot]))),
+                (False, self.free_truth[slot]),
+            ):
+                truths[locked, slot] = truth, truth.step(self.judge, *arguments)
+        return truths
+
+    def _stepped(self, where, true_step, before, now, outcome, reference_outcome):
         slot = where.slot
-        truth = self.judge.adopt(before[slot])
-        if not candidate.mode.locked:
-            truth = self.free_truth[slot]
+        truth, after = true_step
         step = compare.SteppedSlot(
             self.occupants[slot],
             before[slot].samples,
             grad_sums(before, slot),
-            truth,
+            truth.truth,
+            after,
             now[slot],
             outcome,
             self.seen[slot],
@@ -153,23 +197,18 @@ class Players:
         )
         return compare.stepped(where, step, self.judge)
 
-    def _advance_free_truth(self, event: Event, before: Observation, retiring: str | None) -> None:
+    def _advance_free_truth(self, event: Event, true_steps, retiring: str | None) -> None:
         """Moves the oracle that runs on freely past the event."""
         match event:
             case Install(tenant, slot):
-                self.free_truth[slot] = self.judge.install(tenant)
+                self.free_truth[slot] = Shadowed.around(self.judge.install(tenant))
             case Resume(tenant, slot):
                 self.free_truth[slot] = self.retired_truth.pop(tenant)
             case Retire(slot):
                 self.retired_truth[retiring] = self.free_truth.pop(slot)
             case Step(slots):
                 for slot in slots:
-                    self.free_truth[slot] = self.judge.step(
-                        self.free_truth[slot],
-                        grad_sums(before, slot),
-                        self.occupants[slot],
-                        before[slot].samples,
-                    )
+                    _, self.free_truth[slot] = true_steps[False, slot]
 
 
 def grad_sums(observation: Observation, slot: int):

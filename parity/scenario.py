@@ -13,31 +13,56 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 PRECISIONS = ("fp32", "bf16")
-SYNTHETIC_GRADIENTS = ("gaussian", "low_rank", "ill_conditioned", "zero", "tiny", "huge")
+SYNTHETIC_GRADIENTS = (
+    *("gaussian", "low_rank", "ill_conditioned", "zero", "tiny", "huge"),
+    *("spikes", "non_finite"),
+)
 GRADIENTS = (*SYNTHETIC_GRADIENTS, "text")
 INITS = ("lora", "random")
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_DECAY_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 WD_INCR_STYLES = ("constant", "linear", "cosine")
+PARALLELISMS = ("column", "row")
 OPTIMIZER_CHOICES = {
-    "optimizer": ("adam", "muon"),
+    "optimizer": ("adam", "muon", "adaptive_muon"),
+    "muon_scalar_optimizer": ("adam", "lion"),
+    "adaptive_muon_moment2_method": ("adamuon", "normuon", "namo"),
+    "weight_decay_method": ("decoupled", "independent", "l2", "palm"),
     "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling"),
-    "muon_coefficient_type": ("simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"),
+    "muon_coefficient_type": (
+        *("simple", "quintic", "polar_express", "cans", "aol", "deepseekv4", "custom"),
+    ),
     "muon_fp32_matmul_prec": ("highest", "high", "medium"),
+    "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
 }
 
-# The fields of Megatron's OptimizerConfig that a scenario may set, and their types.
+# Our own settings, which Megatron has not, and what they are if not given.
+OWN_FIELDS: dict[str, Any] = {
+    "rank_aware": False,
+    "embedding_or_output_parameters": [],
+    "qkv_split_shapes": {},
+}
+
+# The fields of JAX's OptimizerConfig that a scenario may set, and their types: Megatron's fields,
+# two settings of emerging-optimizers', and our own.
 OPTIMIZER_FIELDS: dict[str, type] = {
     "optimizer": str,
     "clip_grad": float,
+    "grad_norm_skip_threshold": float,
+    "decoupled_lr": float,
+    "decoupled_min_lr": float,
     "adam_beta1": float,
     "adam_beta2": float,
     "adam_eps": float,
+    "decoupled_weight_decay": bool,
+    "lion_beta1": float,
+    "lion_beta2": float,
     "muon_momentum": float,
     "muon_nesterov": bool,
     "muon_scale_mode": str,
@@ -45,6 +70,15 @@ OPTIMIZER_FIELDS: dict[str, type] = {
     "muon_coefficient_type": str,
     "muon_num_ns_steps": int,
     "muon_fp32_matmul_prec": str,
+    "muon_tp_mode": str,
+    "muon_scalar_optimizer": str,
+    "muon_split_qkv": bool,
+    "adaptive_muon_moment2_method": str,
+    "adaptive_muon_beta2": float,
+    "adaptive_muon_eps": float,
+    "weight_decay_method": str,
+    "custom_coefficients": list,
+    **{name: type(default) for name, default in OWN_FIELDS.items()},
 }
 
 _RANDOM_ATTEMPTS = 1000
@@ -60,12 +94,17 @@ class Pool:
 
 @dataclass(frozen=True)
 class Layer:
-    """One adapted linear layer, ``in_features -> out_features``."""
+    """One adapted linear layer, ``in_features -> out_features``.
+
+    ``parallel`` is how its base is partitioned over tensor-parallel ranks: by "column" partitions
+    the outputs, by "row" the inputs.
+    """
 
     name: str
     in_features: int
     out_features: int
     bias: bool = False
+    parallel: str | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +123,14 @@ class Transformer:
     ffn_hidden_size: int
     n_heads: int
     seq_length: int
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How many processes the reference runs in: their product."""
+
+    data_parallel: int = 1
+    tensor_parallel: int = 1
 
 
 @dataclass(frozen=True)
@@ -205,10 +252,13 @@ class Scenario:
     optimizer: dict[str, Any]
     tenants: dict[str, Tenant]
     events: tuple[Event, ...]
+    ranks: Ranks = Ranks()
 
 
 def load_scenarios(path: str | Path) -> list[Scenario]:
-    """Reads a scenario file: one scenario per precision it names.
+    """Reads a scenario file: one scenario per variant and precision that it names.
+
+    ``[variants]`` gives further settings of the optimizer by name: ``name[variant]``.
 
     Raises:
         ValueError: the file is malformed; one line naming file, key, value and what is right.
@@ -277,10 +327,25 @@ def _read(document: dict, stem: str) -> list[Scenario]:
             "seed": int,
             "precisions": list,
             "gradients": str,
+            "ranks": dict,
+            "variants": dict,
         },
     )
     name = top.get("name", stem)
-    optimizer = _read_optimizer(top["optimizer"])
+    variants = {
+        f"{name}[{variant}]": _typed(f"variants.{variant}", settings, dict)
+        for variant, settings in top.get("variants", {}).items()
+    }
+    return [
+        scenario
+        for variant, settings in (variants or {name: {}}).items()
+        for scenario in _read_variant(top, variant, settings)
+    ]
+
+
+def _read_variant(top: dict, name: str, settings: dict) -> list[Scenario]:
+    """Returns the scenarios, one per precision, of these more settings of the optimizer."""
+    optimizer = _read_optimizer({**top["optimizer"], **settings})
     tenants = {
         tenant: _read_tenant(table, f"tenants.{tenant}", optimizer)
         for tenant, table in top["tenants"].items()
@@ -302,6 +367,7 @@ def _read(document: dict, stem: str) -> list[Scenario]:
             optimizer=optimizer,
             tenants=tenants,
             events=(),
+            ranks=_build(Ranks, top.get("ranks", {}), "ranks"),
         )
         _check_values(scenario)
         scenario = dataclasses.replace(scenario, events=_read_events(top["lifecycle"], scenario))
@@ -435,7 +501,8 @@ def _check_values(scenario: Scenario) -> None:
     _check_at_least("pool.n_slots", scenario.pool.n_slots, 1)
     _check_at_least("pool.rank", scenario.pool.rank, 1)
     _check_model(scenario)
-    _check_optimizer(scenario.optimizer)
+    _check_ranks(scenario)
+    _check_optimizer(scenario)
     if not scenario.tenants:
         raise ValueError("tenants is empty: give at least one tenant")
     for name, tenant in scenario.tenants.items():
@@ -469,16 +536,107 @@ def _check_model(scenario: Scenario) -> None:
         _check_at_least(f"model.layers[{index}].out_features", layer.out_features, 1)
 
 
-def _check_optimizer(optimizer: dict[str, Any]) -> None:
+def _check_ranks(scenario: Scenario) -> None:
+    ranks, model = scenario.ranks, scenario.model
+    _check_at_least("ranks.data_parallel", ranks.data_parallel, 1)
+    _check_at_least("ranks.tensor_parallel", ranks.tensor_parallel, 1)
+    layers = model.layers if isinstance(model, Stack) else ()
+    if ranks.tensor_parallel > 1 and not any(layer.parallel for layer in layers):
+        right = 'needs model.layers with parallel = "column" or "row"'
+        _refuse("ranks.tensor_parallel", ranks.tensor_parallel, right)
+    for index, layer in enumerate(layers):
+        if layer.parallel is None:
+            continue
+        key = f"model.layers[{index}]"
+        _check_choice(f"{key}.parallel", layer.parallel, PARALLELISMS)
+        field = "out_features" if layer.parallel == "column" else "in_features"
+        if getattr(layer, field) % ranks.tensor_parallel:
+            right = f"must be a multiple of ranks.tensor_parallel = {ranks.tensor_parallel}"
+            _refuse(f"{key}.{field}", getattr(layer, field), right)
+
+
+def _check_optimizer(scenario: Scenario) -> None:
+    optimizer = scenario.optimizer
     for key, choices in OPTIMIZER_CHOICES.items():
         if key in optimizer:
             _check_choice(f"optimizer.{key}", optimizer[key], choices)
-    _check_at_least("optimizer.clip_grad", optimizer.get("clip_grad"), 0)
-    _check_at_least("optimizer.adam_eps", optimizer.get("adam_eps"), 0)
+    for key in ("clip_grad", "grad_norm_skip_threshold", "adam_eps", "adaptive_muon_eps"):
+        _check_at_least(f"optimizer.{key}", optimizer.get(key), 0)
+    for key in ("decoupled_lr", "decoupled_min_lr"):
+        _check_at_least(f"optimizer.{key}", optimizer.get(key), 0)
     _check_at_least("optimizer.muon_num_ns_steps", optimizer.get("muon_num_ns_steps"), 1)
-    for key in ("adam_beta1", "adam_beta2", "muon_momentum"):
-        if not 0 <= optimizer.get(key, 0) < 1:
-            _refuse(f"optimizer.{key}", optimizer[key], "must be at least 0 and below 1")
+    for key, kind in OPTIMIZER_FIELDS.items():
+        if kind is float and key.endswith(("beta1", "beta2", "momentum")):
+            if not 0 <= optimizer.get(key, 0) < 1:
+                _refuse(f"optimizer.{key}", optimizer[key], "must be at least 0 and below 1")
+    _check_coefficients(optimizer)
+    _check_qkv(scenario)
+    _check_beyond_megatron(scenario)
+    if optimizer.get("rank_aware"):
+        _check_rank_aware(scenario)
+
+
+def _check_coefficients(optimizer: dict[str, Any]) -> None:
+    sets = optimizer.get("custom_coefficients")
+    is_custom = optimizer.get("muon_coefficient_type") == "custom"
+    if is_custom != bool(sets):
+        right = 'give a non-empty list exactly for muon_coefficient_type = "custom"'
+        _refuse("optimizer.custom_coefficients", sets, right)
+    for index, numbers in enumerate(sets or ()):
+        key = f"optimizer.custom_coefficients[{index}]"
+        if len(_typed(key, numbers, list)) != 3:
+            _refuse(key, numbers, "must be the three numbers of a step")
+        for number in numbers:
+            _typed(key, number, float)
+
+
+def _check_qkv(scenario: Scenario) -> None:
+    layers = scenario.model.layers if isinstance(scenario.model, Stack) else ()
+    for pattern, sizes in scenario.optimizer.get("qkv_split_shapes", {}).items():
+        key = f"optimizer.qkv_split_shapes.{pattern}"
+        for size in _typed(key, sizes, list):
+            _check_at_least(key, _typed(key, size, int), 1)
+        for layer in layers:
+            rows = layer.out_features
+            if fnmatchcase(f"{layer.name}.linear_out", pattern) and (
+                not sizes or rows % sum(sizes)
+            ):
+                right = f"its sum must divide the {rows} rows of layer {layer.name}"
+                _refuse(key, sizes, right)
+
+
+def _check_beyond_megatron(scenario: Scenario) -> None:
+    """Where emerging-optimizers' class is the reference: what it cannot do is refused."""
+    optimizer = scenario.optimizer
+    adaptive = optimizer["optimizer"] == "adaptive_muon"
+    custom = optimizer.get("muon_coefficient_type") == "custom"
+    method = optimizer.get("weight_decay_method", "decoupled")
+    if not (adaptive or custom or method != "decoupled"):
+        return
+    if optimizer.get("qkv_split_shapes"):
+        right = "must be empty: its reference, emerging-optimizers' own Muon, does not split"
+        _refuse("optimizer.qkv_split_shapes", optimizer["qkv_split_shapes"], right)
+    if scenario.ranks.tensor_parallel > 1:
+        right = "must be 1: its reference, emerging-optimizers' own Muon, knows no shards"
+        _refuse("ranks.tensor_parallel", scenario.ranks.tensor_parallel, right)
+    if adaptive and custom:
+        _refuse("optimizer.muon_coefficient_type", "custom", "adaptive_muon takes no custom sets")
+    if adaptive and method == "l2" and optimizer.get("adaptive_muon_moment2_method") == "namo":
+        _refuse("optimizer.weight_decay_method", method, "namo reads the gradient that it changes")
+
+
+def _check_rank_aware(scenario: Scenario) -> None:
+    """The reference is a pool of the tenants' own rank, which must then be one."""
+    ranks = {tenant.rank for tenant in scenario.tenants.values()}
+    if len(ranks) > 1:
+        right = "needs tenants of one rank, that of the reference's pool"
+        _refuse("optimizer.rank_aware", True, right)
+    if scenario.ranks.tensor_parallel > 1:
+        _refuse("ranks.tensor_parallel", scenario.ranks.tensor_parallel, "rank_aware needs 1")
+    for layer in scenario.model.layers if isinstance(scenario.model, Stack) else ():
+        if min(layer.in_features, layer.out_features) <= scenario.pool.rank:
+            right = f"rank_aware needs layer {layer.name} to be larger than pool.rank on both sides"
+            _refuse("optimizer.rank_aware", True, right)
 
 
 def _check_tenant(key: str, tenant: Tenant, pool: Pool) -> None:
@@ -657,26 +815,32 @@ def random_events(scenario: Scenario, count: int) -> tuple[Event, ...]:
     """
     rng = random.Random(scenario.seed)
     for _ in range(_RANDOM_ATTEMPTS):
-        events = _draw_events(scenario, count, rng)
-        if events is not None:
+        events = random_walk(scenario, count, rng)
+        if _uses_everything(scenario, events):
             return events
     _refuse("lifecycle.random", count, "too few events to use every tenant and every verb")
 
 
-def _draw_events(scenario: Scenario, count: int, rng: random.Random) -> tuple[Event, ...] | None:
-    """Draws one walk, or None where it left a tenant or a verb unused."""
+def random_walk(scenario: Scenario, count: int, rng: random.Random) -> tuple[Event, ...]:
+    """Draws ``count`` events, each possible after those before it."""
     replay = _Replay(scenario)
-    events, stepped = [], set()
+    events = []
     for index in range(count):
         moves = _moves(replay, rng)
-        event = rng.choices([e for e, _ in moves], [weight for _, weight in moves])[0]
+        events.append(rng.choices([e for e, _ in moves], [weight for _, weight in moves])[0])
+        replay.apply(events[-1], index)
+    return tuple(events)
+
+
+def _uses_everything(scenario: Scenario, events: tuple[Event, ...]) -> bool:
+    """Tells whether every verb occurs and every tenant steps."""
+    replay = _Replay(scenario)
+    stepped = set()
+    for index, event in enumerate(events):
         if isinstance(event, Step):
             stepped.update(replay.occupant[slot] for slot in event.slots)
         replay.apply(event, index)
-        events.append(event)
-    verbs = {type(event) for event in events}
-    used = stepped == set(scenario.tenants) and verbs == set(get_args(Event))
-    return tuple(events) if used else None
+    return stepped == set(scenario.tenants) and {*map(type, events)} == set(get_args(Event))
 
 
 def _moves(replay: _Replay, rng: random.Random) -> list[tuple[Event, float]]:
@@ -720,6 +884,7 @@ def dump(scenario: Scenario) -> str:
         model = {"transformer": _table(scenario.model)}
     lines = _assignments(head)
     lines += ["", "[pool]", *_assignments(_table(scenario.pool))]
+    lines += ["", "[ranks]", *_assignments(_table(scenario.ranks))]
     lines += ["", "[model]", *_assignments(model)]
     lines += ["", "[optimizer]", *_assignments(scenario.optimizer)]
     for name, tenant in scenario.tenants.items():

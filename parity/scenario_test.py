@@ -2,11 +2,17 @@
 
 import dataclasses
 from collections import Counter
+from typing import Optional, get_args
 
 import pytest
-from megatron.core.optimizer import OptimizerConfig
+from emerging_optimizers.mixin import WeightDecayT
+from emerging_optimizers.orthogonalized_optimizers.adaptive_muon import Moment2MethodT
+from emerging_optimizers.orthogonalized_optimizers.muon import MuonScaleT
+from emerging_optimizers.orthogonalized_optimizers.muon_utils import NSCoeffT
+from emerging_optimizers.utils import FP32MatmulPrecT
 
 from parity import scenario as sc
+from torch_ref import SlotOptimizerConfig
 
 TEXT = """
 description = "two tenants"
@@ -157,14 +163,67 @@ def test_schedule_wsd_and_rising_weight_decay():
 
 
 def test_optimizer_fields_are_megatrons():
-    megatrons = {field.name: field for field in dataclasses.fields(OptimizerConfig)}
-    assert set(sc.OPTIMIZER_FIELDS) <= set(megatrons)
-    for name, kind in sc.OPTIMIZER_FIELDS.items():
-        assert megatrons[name].type == kind
+    types = {field.name: field.type for field in dataclasses.fields(SlotOptimizerConfig)}
+    own = {"custom_coefficients", *sc.OWN_FIELDS}
+    assert sc.OPTIMIZER_FIELDS.keys() - types.keys() == sc.OWN_FIELDS.keys()
+    for name in sc.OPTIMIZER_FIELDS.keys() - own:
+        assert types[name] in (sc.OPTIMIZER_FIELDS[name], Optional[float])  # noqa: UP045
+
+
+def test_choices_are_those_of_the_installed_reference():
+    """A new coefficient type, or any other choice, of emerging-optimizers fails here."""
+    assert set(sc.OPTIMIZER_CHOICES["muon_coefficient_type"]) == set(get_args(NSCoeffT))
+    assert set(sc.OPTIMIZER_CHOICES["weight_decay_method"]) == set(get_args(WeightDecayT))
+    assert set(sc.OPTIMIZER_CHOICES["muon_scale_mode"]) == set(get_args(MuonScaleT))
+    assert set(sc.OPTIMIZER_CHOICES["muon_fp32_matmul_prec"]) == set(get_args(FP32MatmulPrecT))
+    moments = sc.OPTIMIZER_CHOICES["adaptive_muon_moment2_method"]
+    assert set(moments) == set(get_args(Moment2MethodT))
+
+
+def test_every_choice_has_a_scenario():
+    scenarios = [vars(SlotOptimizerConfig(**_known(s))) for s in sc.shipped().values()]
+    for field, choices in sc.OPTIMIZER_CHOICES.items():
+        assert {optimizer[field] for optimizer in scenarios} == set(choices), field
+
+
+def _known(scenario):
+    return {k: v for k, v in scenario.optimizer.items() if k not in sc.OWN_FIELDS}
+
+
+def test_variants_are_scenarios_of_their_own():
+    text = _text("[pool]", "[variants.nesterov]\nmuon_nesterov = true\n[variants.plain]\n[pool]")
+    variants = sc.parse(text, "two.toml")
+    names = ["two[nesterov]", "two[nesterov][bf16]", "two[plain]", "two[plain][bf16]"]
+    assert [scenario.name for scenario in variants] == names
+    assert variants[0].optimizer == {**variants[2].optimizer, "muon_nesterov": True}
+    for scenario in variants:
+        assert sc.parse(sc.dump(scenario), "dumped.toml") == [scenario]
 
 
 ALICE = "num_step = 20\nlr = 1e-2\nlr_warmup_fraction = 0.1"
+OPTIMIZER = "clip_grad = 1"
+
+
+def _setting(text: str, right: str) -> tuple[str, str, str]:
+    return OPTIMIZER, f"{OPTIMIZER}\n{text}", right
+
+
 REFUSED = [
+    _setting("grad_norm_skip_threshold = -1", "grad_norm_skip_threshold = -1.0: must be at least"),
+    _setting("lion_beta1 = 1", "optimizer.lion_beta1 = 1.0: must be at least 0 and below 1"),
+    _setting('muon_scalar_optimizer = "sgd"', "must be one of adam, lion"),
+    _setting('muon_coefficient_type = "custom"', "custom_coefficients = (not given): give a non-"),
+    _setting("custom_coefficients = [[1, 2, 3]]", 'exactly for muon_coefficient_type = "custom"'),
+    _setting(
+        'muon_coefficient_type = "custom"\ncustom_coefficients = [[1, 2]]',
+        "custom_coefficients[0] = [1, 2]: must be the three numbers of a step",
+    ),
+    _setting('qkv_split_shapes = {"q.*" = [40, 7]}', "must divide the 96 rows of layer q"),
+    _setting(
+        'weight_decay_method = "palm"\nqkv_split_shapes = {"q.*" = [32, 16]}',
+        "emerging-optimizers' own Muon, does not split",
+    ),
+    _setting("rank_aware = true", "rank_aware = true: needs tenants of one rank"),
     ("rank = 8\nalpha = 16", "rank = 9\nalpha = 16", "tenants.alice.rank = 9: must be between 1"),
     ("batch_size = 4", "batch_size = 0", "tenants.alice.batch_size = 0: must be at least 1"),
     ("num_step = 20", "num_step = 0", "tenants.alice.num_step = 0: must be at least 1"),
@@ -239,6 +298,14 @@ REFUSED = [
     ("layers = [{", "layers = [3, {", "model.layers[0] = 3: must be a table"),
     ("[tenants.alice]", "[tenants]\ncarol = 1\n[tenants.alice]", "tenants.carol = 1: must be a ta"),
     ("[model]", "[model]\ntransformer = {}", "model: give either layers or transformer"),
+    ("[model]", "[ranks]\ndata_parallel = 0\n[model]", "ranks.data_parallel = 0: must be at least"),
+    ("[model]", "[ranks]\ntensor_parallel = 2\n[model]", "ranks.tensor_parallel = 2: needs model."),
+    ("bias = true", 'parallel = "rows"', 'model.layers[0].parallel = "rows": must be one of colu'),
+    (
+        "[model]\nlayers = [{",
+        '[ranks]\ntensor_parallel = 5\n[model]\nlayers = [{parallel = "row", ',
+        "model.layers[0].in_features = 64: must be a multiple of ranks.tensor_parallel = 5",
+    ),
     ("[lifecycle]", "[lifecycle]\nrandom = 9", "lifecycle: give either events or random"),
     ("repeat = 2", "repeat = 0", "lifecycle.events[2].repeat = 0: must be at least 1"),
     ("{retire = 0}", "{retier = 0}", "must be an install, accumulate, step, retire, resume or rep"),
@@ -336,9 +403,9 @@ def test_shipped_scenarios_cover_what_they_must():
     both = "one_muon one_adam interleaved matrix_and_scalar reuse_other_rank real_text".split()
     assert set(shipped) >= {*both, *(f"{name}[bf16]" for name in both)}
     assert {s.gradients for s in shipped.values()} == set(sc.GRADIENTS)
-    assert {s.optimizer["optimizer"] for s in shipped.values()} == {"adam", "muon"}
+    assert {s.optimizer["optimizer"] for s in shipped.values()} == {"adam", "muon", "adaptive_muon"}
     for scenario in shipped.values():
         counts = Counter(type(event) for event in scenario.events)
-        assert 6 <= counts[sc.Step] <= 15, scenario.name
-        if scenario.optimizer["optimizer"] == "muon" and scenario.precision == "fp32":
-            assert scenario.optimizer["muon_fp32_matmul_prec"] == "highest"
+        assert 3 <= counts[sc.Step] <= 15, scenario.name
+        if scenario.optimizer["optimizer"] != "adam" and scenario.precision == "fp32":
+            assert scenario.optimizer["muon_fp32_matmul_prec"] in ("highest", "high")
