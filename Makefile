@@ -1,4 +1,4 @@
-.PHONY: parity test setup
+.PHONY: parity test fuzz fuzz-0 fuzz-1 mutants setup
 
 # Run every scenario in JAX and in Megatron, and compare the two.
 parity: setup
@@ -10,6 +10,18 @@ test: setup
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile
+
+# 2,000 random scenarios, in two processes with seeds of their own.
+fuzz: setup
+	+$(MAKE) --jobs 2 --output-sync fuzz-0 fuzz-1
+
+fuzz-0 fuzz-1: fuzz-%:
+	OMP_NUM_THREADS=1 .venv/bin/python -m parity fuzz --examples 1000 --seed $* \
+	  --failing build/fuzz-$*.toml
+
+# Put every named fault into the JAX side: each must make a scenario fail.
+mutants: setup
+	.venv/bin/python -m parity mutants
 
 # Make .venv, or bring it up to date. PYTHON names the interpreter to make it from.
 setup: .venv/.stamp
