@@ -224,6 +224,7 @@ class SlotTrainState:
             raise ValueError(
                 f"samples is {samples.dtype}{list(samples.shape)}; give integers ({self.n_slots},)"
             )
+        samples = samples.astype(jnp.int32)
         total = self.accumulated + samples
         _check_all(samples >= 0, "slot {}: samples is negative")
         _check_all((samples == 0) | self.occupied, "slot {} is free; it takes no samples")

@@ -5,6 +5,7 @@ import functools
 import random
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -93,16 +94,22 @@ def fuzz_scenarios(
         from parity.run import run
 
         task = bar.add_task("", total=examples)
+        judged: Counter[bool] = Counter()
 
         def passes(scenario: Scenario, variant: int) -> bool:
             bar.update(task, advance=1, description=f"round {variant}")
             # The free mode and one of the locked ones, in turn: compiling takes the time.
-            return run(scenario, (MODES[variant % 2], MODES[2])).passed
+            result = run(scenario, (MODES[variant % 2], MODES[2]))
+            judged.update(check.kind != "unjudged" for check in result.checks)
+            return result.passed
 
         outcome = fuzz(examples, seed, passes)
     console.print(report.coverage_table(outcome.coverage))
     verdict = "no mismatch" if outcome.failing is None else "a mismatch"
-    console.print(f"{outcome.examples} examples with seed {seed}: {verdict}")
+    console.print(
+        f"{outcome.examples} examples with seed {seed}: {verdict}; {judged[True]:,} checks, and "
+        f"{judged[False]:,} tensors unjudged, because rounding alone decides them"
+    )
     if outcome.failing is not None:
         failing.parent.mkdir(parents=True, exist_ok=True)
         failing.write_text(dump(outcome.failing), encoding="utf-8")

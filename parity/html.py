@@ -211,9 +211,8 @@ def error_chart(result: Result) -> str:
 
 def worst_table(result: Result, command: str) -> str:
     """The tensors nearest to their limits, or beyond them, and how to see them again."""
-    limited = [check for check in result.checks if check.limit > 0 and check.kind != "unjudged"]
     failed = [check for check in result.checks if not check.passed]
-    nearest = sorted(limited, key=lambda c: c.value / c.limit, reverse=True)
+    nearest = sorted(ratios(result), key=lambda c: (c.value, c.jax_error), reverse=True)
     chosen = list(dict.fromkeys([*failed, *nearest]))[:WORST_SHOWN]
     head = (
         "tensor",

@@ -22,7 +22,7 @@ class Verdict:
         killers: the scenarios that failed, by their first check that did.
         tried: how many scenarios were run.
         change: the largest distance from the truth, relative to the update, that an update of
-            the first killer had in one step.
+            the first killer had in one step; 0 if none failed.
     """
 
     mutant: str
@@ -73,13 +73,14 @@ def cost(scenario: Scenario) -> int:
 
 
 def largest_change(result: Result) -> float:
-    """The largest error of an update that started from the reference's own state, if finite."""
+    """The largest finite error of an update that failed, started from the reference's state."""
     return max(
         (
             check.jax_error
             for check in result.checks
             if check.kind.endswith(" update")
             and check.mode in ("gram", "standard")
+            and not check.passed  # else rounding would be taken for the fault
             and math.isfinite(check.jax_error)
         ),
         default=0.0,
