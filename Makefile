@@ -1,4 +1,4 @@
-.PHONY: parity test fuzz fuzz-0 fuzz-1 mutants setup
+.PHONY: parity test fuzz fuzz-0 fuzz-1 mutants bench setup
 
 # Run every scenario in JAX and in Megatron, and compare the two.
 parity: setup
@@ -22,6 +22,11 @@ fuzz-0 fuzz-1: fuzz-%:
 # Put every named fault into the JAX side: each must make a scenario fail.
 mutants: setup
 	.venv/bin/python -m parity mutants
+
+# Time a step against its rivals and the memory floor.
+bench: setup
+	@mkdir -p build
+	.venv/bin/python -m experiments.benchmark --json build/benchmark.json --plot build/benchmark.png
 
 # Make .venv, or bring it up to date. PYTHON names the interpreter to make it from.
 setup: .venv/.stamp
