@@ -91,13 +91,19 @@ def fuzz_scenarios(
     console = wide_console()
     with both_stacks(), progress(console) as bar:
         from parity.candidate import MODES
+        from parity.mutants_registry import forget_programs
         from parity.run import run
 
         task = bar.add_task("", total=examples)
         judged: Counter[bool] = Counter()
+        rounds = {0}
 
         def passes(scenario: Scenario, variant: int) -> bool:
             bar.update(task, advance=1, description=f"round {variant}")
+            if variant not in rounds:
+                # No later round uses its programs, and a process can map only so many.
+                rounds.add(variant)
+                forget_programs()
             # The free mode and one of the locked ones, in turn: compiling takes the time.
             result = run(scenario, (MODES[variant % 2], MODES[2]))
             judged.update(check.kind != "unjudged" for check in result.checks)
