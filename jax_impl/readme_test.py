@@ -1,4 +1,4 @@
-"""The README's Python code runs as it stands."""
+"""The README's Python code runs as it stands; torch_ref tests what needs Megatron."""
 
 import pathlib
 import re
@@ -8,6 +8,7 @@ README = pathlib.Path(__file__).parents[1] / "README.md"
 
 def test_readme_code_runs(capsys):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = [block for block in blocks if "import torch" not in block]
     assert len(blocks) >= 2
     namespace = {}
     for block in blocks:

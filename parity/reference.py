@@ -130,13 +130,19 @@ class Reference:
         return scheduler.num_steps if scheduler else 0
 
     def _rates(self, slot: int) -> tuple[float, float]:
-        """Learning rate and weight decay in the slot's groups, of the parameters that decay."""
+        """Learning rate and weight decay in the slot's groups, of the parameters that decay.
+
+        Where all groups have a rate of their own, what the slot's schedule says.
+        """
         groups = [
             group
             for child in torch_ref.adapter_slot_children(self.optimizer, slot)
             for group in child.param_groups
         ]
         usual = [group for group in groups if group["default_config"]]
+        if not usual:  # every parameter has a learning rate of its own
+            scheduler = self.optimizer.adapter_slot_schedulers[slot]
+            return scheduler.get_lr({}), scheduler.get_wd()
         decayed = next((group for group in usual if group["wd_mult"] == 1.0), usual[0])
         return float(decayed["lr"]), float(decayed["weight_decay"])
 

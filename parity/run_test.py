@@ -87,6 +87,14 @@ def test_a_candidate_that_steps_where_it_should_skip_is_seen(monkeypatch):
     assert {"skipped", "samples", "master q.linear_in"} <= failed
 
 
+def test_every_parameter_may_have_a_rate_of_its_own():
+    (scenario,) = parse(SCENARIO, "own_rates.toml")
+    settings = {"decoupled_lr": 0.01, "embedding_or_output_parameters": ["q.*"]}
+    scenario = dataclasses.replace(scenario, optimizer={**scenario.optimizer, **settings})
+    result = run(scenario)
+    assert result.passed, [check for check in result.checks if not check.passed][:3]
+
+
 def test_says_which_reference_it_used():
     names = {"decay[palm]", "coefficients[custom]", "adaptive[namo]"}
     for name, scenario in shipped().items():

@@ -1,4 +1,6 @@
 import dataclasses
+import pathlib
+import re
 
 import pytest
 import torch
@@ -209,3 +211,11 @@ def test_megatrons_own_adaptive_muon_fails_at_its_first_step(device):
     chunks[0].module.linear_qkv.weight.main_grad.normal_()
     with pytest.raises(AttributeError, match="scale_mode"):
         optimizer.step()
+
+
+def test_the_readmes_reproduction_of_that_fails_the_same_way():
+    readme = (pathlib.Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(import torch\n.*?)```", readme, re.DOTALL)
+    assert block.count("\n") == 5
+    with pytest.raises(AttributeError, match="scale_mode"):
+        exec(block, {})
