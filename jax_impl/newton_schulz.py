@@ -79,10 +79,10 @@ def newton_schulz(
 
     The Gram form computes the same polynomial through the small matrix G = XXᵀ alone: every step
     is P = aI + bG + cG², Q <- PQ, G <- PGP, and X is touched only by X <- QX. Rounding in G grows
-    by a² a step, so X and G are formed anew before that growth is felt (see `gram_segments`);
-    so restarted it is both faster and closer to the exact polynomial than the standard form. With
-    products of lower precision it would have to restart at every step, which is the standard
-    form: that is what runs then.
+    by a² a step, so X and G are formed anew before that growth is felt (see `gram_segments`); so
+    restarted it is faster than the standard form, and about as close to the exact polynomial,
+    closer than emerging-optimizers for the default coefficients. With products of lower precision
+    it would have to restart at every step, which is the standard form: that is what runs then.
 
     Args:
       x: (..., m, n), any float dtype; computed in float32 at least.
@@ -91,7 +91,8 @@ def newton_schulz(
       custom_coefficients: (a, b, c) per step for "custom", cycled.
       method: "gram" or "standard".
       fp32_matmul_prec: "highest", "high" or "medium" (bfloat16 with float32 accumulation, X, A
-        and B rounded where the reference rounds them).
+        and B rounded where the reference rounds them). It is for hardware with bfloat16 units: on a
+        CPU, even one with such units, "highest" is faster below rank 128, for its fewer products.
       eps: smallest norm to divide by.
 
     Returns:
@@ -216,7 +217,11 @@ class _Products(NamedTuple):
         """What the precision makes of a number that is kept between products."""
         if self.prec != "medium":
             return x
-        return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
+
+    def times(self, a: float, x: jax.Array) -> jax.Array:
+        """ax, not rounded."""
+        return a * x.astype(self.dtype)
 
     def _einsum(self, spec: str, *operands: jax.Array) -> jax.Array:
         if self.prec == "medium":
@@ -226,28 +231,38 @@ class _Products(NamedTuple):
 
 
 def _standard_form(xs, coefficients, products, eps):
-    return [
-        _standard_form_of_one(x, coefficients, p, eps) for x, p in zip(xs, products, strict=True)
-    ]
-
-
-def _standard_form_of_one(x, coefficients, products, eps):
-    norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
-    x = products.round(x / jnp.maximum(norm, eps))
-    small = products._replace(wide=True)
+    xs = [_normalized(x, p, eps) for x, p in zip(xs, products, strict=True)]
     for a, b, c in coefficients:
-        gram = products.round(products.gram(x))
-        polynomial = products.round(b * gram + c * small.apply(gram, gram))
-        x = products.round(a * x + products.apply(polynomial, x))
-    return x
+        grams = [p.round(p.gram(x)) for x, p in zip(xs, products, strict=True)]
+        polynomial = functools.partial(_standard_polynomial, b=b, c=c, prec=products[0].prec)
+        qs = _together(polynomial, grams)
+        xs = [
+            p.round(p.times(a, x) + p.apply(q, x)) for q, x, p in zip(qs, xs, products, strict=True)
+        ]
+    return xs
+
+
+def _standard_polynomial(gram, b, c, prec):
+    small = _Products(wide=True, prec=prec, dtype=jnp.promote_types(gram.dtype, jnp.float32))
+    return small.round(small.times(b, gram) + c * small.apply(gram, gram))
+
+
+def _normalized(x, products, eps):
+    norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
+    return products.round(x / jnp.maximum(norm, eps))
 
 
 def _gram_form(xs, coefficients, products, eps):
-    for i, segment in enumerate(gram_segments(coefficients)):
+    runs = gram_segments(coefficients)
+    polynomials = [functools.partial(gram_polynomial, coefficients=run) for run in runs]
+    if len(runs[0]) == 1:
+        # Its coefficients are so large that aX must not be rounded with the rest.
+        xs = _standard_form(xs, runs[0], products, eps)
+        polynomials = polynomials[1:]
+    else:
+        polynomials[0] = functools.partial(_normalized_polynomial, coefficients=runs[0], eps=eps)
+    for polynomial in polynomials:
         grams = [p.gram(x) for x, p in zip(xs, products, strict=True)]
-        polynomial = functools.partial(gram_polynomial, coefficients=segment)
-        if i == 0:
-            polynomial = functools.partial(_normalized_polynomial, coefficients=segment, eps=eps)
         qs = _together(polynomial, grams)
         xs = [p.apply(q, x) for q, x, p in zip(qs, xs, products, strict=True)]
     return xs

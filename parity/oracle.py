@@ -47,11 +47,12 @@ def newton_schulz(
     if x.shape[0] > x.shape[1]:
         kwargs = {"eps": eps, "rounded": rounded}
         return newton_schulz(x.T, steps, coefficient_type, coefficients, **kwargs).T
-    x = rounded(x / max(np.linalg.norm(x), eps))
-    for a, b, c in cycle_or_repeat(coefficients, steps, coefficient_type):
-        gram = rounded(x @ x.T)
-        polynomial = rounded(b * gram + c * gram @ gram)
-        x = rounded(a * x + polynomial @ x)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite stays so
+        x = rounded(x / max(np.linalg.norm(x), eps))
+        for a, b, c in cycle_or_repeat(coefficients, steps, coefficient_type):
+            gram = rounded(x @ x.T)
+            polynomial = rounded(b * gram + c * gram @ gram)
+            x = rounded(a * x + polynomial @ x)
     return x
 
 
