@@ -4,6 +4,7 @@ from jax_impl.adamw import AdamState, adamw
 from jax_impl.adaptive_muon import adaptive_muon
 from jax_impl.clip import ClipState, clip_by_total_norm
 from jax_impl.config import OptimizerConfig
+from jax_impl.families import FamilyState, by_family
 from jax_impl.lion import LionState, lion
 from jax_impl.multi_lora import multi_lora_optimizer
 from jax_impl.muon import MuonState, muon
@@ -16,6 +17,7 @@ from jax_impl.train_state import SlotTrainState, StepReport
 __all__ = [
     "AdamState",
     "ClipState",
+    "FamilyState",
     "LionState",
     "MuonState",
     "OptimizerConfig",
@@ -25,6 +27,7 @@ __all__ = [
     "StepReport",
     "adamw",
     "adaptive_muon",
+    "by_family",
     "clip_by_total_norm",
     "lion",
     "multi_lora_optimizer",

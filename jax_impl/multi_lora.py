@@ -13,6 +13,7 @@ from jax_impl.adamw import adamw
 from jax_impl.adaptive_muon import adaptive_muon
 from jax_impl.clip import clip_by_total_norm
 from jax_impl.config import OptimizerConfig
+from jax_impl.families import by_family
 from jax_impl.hyperparameters import parameter_name
 from jax_impl.lion import lion
 from jax_impl.muon import muon
@@ -22,7 +23,7 @@ from jax_impl.schedule import param_schedule
 
 
 @functools.cache
-def multi_lora_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
+def multi_lora_optimizer(*configs: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
     """Returns the per-slot optimizer that Megatron would build for each adapter.
 
     In each slot: clip by the norm over all its gradients, then Muon on matrices and Adam or Lion
@@ -30,7 +31,17 @@ def multi_lora_optimizer(config: OptimizerConfig) -> optax.GradientTransformatio
     output parameters may have a learning rate of their own. Already lifted by `per_slot`;
     ``update`` takes ``learning_rate``, ``weight_decay`` and the other floats of the transforms
     anew, as scalars or (S,). Equal configurations give the same transform.
+
+    Args:
+      *configs: one, or several for a pool whose adapters have different optimizers: ``update``
+        takes ``family``, int (S,), the place in ``configs`` of each slot's; see `by_family`.
     """
+    families = [adapter_optimizer(config) for config in configs]
+    return per_slot(by_family(families) if len(families) > 1 else families[0])
+
+
+def adapter_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of one adapter, with the settings of ``config``."""
     owners = {"matrix": matrix_optimizer(config), "scalar": scalar_optimizer(config)}
     groups = {
         kind + decays: multiply_weight_decay(owner, config.weight_decay, wd_mult=wd_mult)
@@ -42,11 +53,9 @@ def multi_lora_optimizer(config: OptimizerConfig) -> optax.GradientTransformatio
             decouple_learning_rate, max_lr=config.decoupled_lr, min_lr=config.decoupled_min_lr
         )
         groups |= {label + " decoupled": own_lr(inner) for label, inner in groups.items()}
-    return per_slot(
-        optax.chain(
-            clip_by_total_norm(config.clip_grad),
-            optax.partition(groups, functools.partial(label_parameters, config)),
-        )
+    return optax.chain(
+        clip_by_total_norm(config.clip_grad),
+        optax.partition(groups, functools.partial(label_parameters, config)),
     )
 
 

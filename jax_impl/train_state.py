@@ -10,6 +10,7 @@ import optax
 
 from jax_impl.clip import total_l2_norm
 from jax_impl.config import OptimizerConfig
+from jax_impl.families import FamilyState
 from jax_impl.per_slot import (
     as_slots,
     gather_slots,
@@ -63,6 +64,7 @@ class SlotTrainState:
       samples: int32 (S,), the samples trained on: the position in the schedule.
       batch_size: int32 (S,), samples per step; 0 in a free slot.
       rank: int32 (S,), the adapter's own rank.
+      family: int32 (S,), which of the configurations of `multi_lora_optimizer` the adapter has.
       schedule: `ParamScheduleConfig` of arrays (S,).
       opt_state: state of ``tx``.
       tx: the lifted optimizer, e.g. from `multi_lora_optimizer`.
@@ -78,6 +80,7 @@ class SlotTrainState:
     samples: jax.Array
     batch_size: jax.Array
     rank: jax.Array
+    family: jax.Array
     schedule: ParamScheduleConfig
     opt_state: PyTree
     tx: optax.GradientTransformationExtraArgs = dataclasses.field(metadata={"static": True})
@@ -116,6 +119,7 @@ class SlotTrainState:
             samples=counts,
             batch_size=counts,
             rank=counts,
+            family=counts,
             schedule=jax.tree.map(lambda x: jnp.stack([x] * size), _as_arrays(FREE)),
             opt_state=tx.init(masters),
             tx=tx,
@@ -128,6 +132,12 @@ class SlotTrainState:
     def n_slots(self) -> int:
         """S."""
         return self.batch_size.shape[0]
+
+    @property
+    def n_families(self) -> int:
+        """How many configurations of `multi_lora_optimizer` the pool was made with."""
+        own = isinstance(self.opt_state, FamilyState)
+        return len(self.opt_state.families) if own else 1
 
     @property
     def occupied(self) -> jax.Array:
@@ -158,6 +168,7 @@ class SlotTrainState:
         batch_size: Any,
         schedule: ParamScheduleConfig,
         samples: Any = 0,
+        family: Any = 0,
         opt_state: PyTree | None = None,
     ) -> "SlotTrainState":
         """Puts an adapter into a free slot, fresh or to go on where it stopped.
@@ -170,19 +181,23 @@ class SlotTrainState:
           batch_size: samples per step.
           schedule: its schedule, of scalars; see `slot_schedule`.
           samples: the schedule's position, for an adapter that has trained before.
+          family: which of several configurations of `multi_lora_optimizer` trains it.
           opt_state: its optimizer state, as `take_slot` gave it of ``state.opt_state``; fresh if
             absent.
 
         Raises:
           ValueError: an occupied slot, a rank over the pool's, a batch size below 1, negative
-            samples, or weights of the wrong shape.
+            samples, a family that the pool has not, or weights of the wrong shape.
         """
         _check(self.occupied, slot, "slot {} is occupied; retire its adapter first", wanted=False)
         if not 1 <= rank <= self.pool_rank:
             raise ValueError(f"rank is {rank}; this pool holds ranks 1 to {self.pool_rank}")
         _at_least("batch_size", batch_size, 1)
         _at_least("samples", samples, 0)
-        allowed = ~take_slot(self.occupied, slot) & (batch_size >= 1) & (samples >= 0)
+        known = (family >= 0) & (family < self.n_families)
+        if _is_known(known) and not known:
+            raise ValueError(f"family is {family}; it must be in [0, {self.n_families})")
+        allowed = ~take_slot(self.occupied, slot) & (batch_size >= 1) & (samples >= 0) & known
         slot = jnp.where(allowed, slot, self.n_slots)  # under jit nothing is written instead
         state = self._replace_slot(
             slot,
@@ -190,6 +205,7 @@ class SlotTrainState:
             samples=samples,
             batch_size=batch_size,
             rank=rank,
+            family=family,
             schedule=_as_arrays(schedule),
         )
         if opt_state is None:
@@ -205,8 +221,58 @@ class SlotTrainState:
         _check(self.occupied, slot, "slot {} is free; there is no adapter to retire")
         zeros = jax.tree.map(jnp.zeros_like, take_slot(self.params, slot))
         return self._replace_slot(
-            slot, params=zeros, samples=0, batch_size=0, rank=0, schedule=_as_arrays(FREE)
+            slot, params=zeros, samples=0, batch_size=0, rank=0, family=0, schedule=_as_arrays(FREE)
         )
+
+    def tenant(self, slot: Any) -> "SlotTrainState":
+        """Returns all of one slot: this state with leaves (...) in place of (S, ...).
+
+        `place` puts it into a slot of this pool or of another, where it goes on bit for bit.
+
+        Raises:
+          ValueError: the slot is free.
+        """
+        _check(self.occupied, slot, "slot {} is free; there is no adapter in it")
+        tenant = take_slot(self, slot)
+        counts = tenant.accumulated > 0
+        sums = jax.tree.map(lambda s: jnp.where(counts, s, 0), tenant.grad_buffer)
+        return dataclasses.replace(tenant, grad_buffer=sums)
+
+    def place(self, slot: Any, tenant: "SlotTrainState") -> "SlotTrainState":
+        """Puts a `tenant`, with everything that it had, into a free slot.
+
+        It may come from a pool of another rank, if its own rank fits this one: its padding is cut
+        or grows.
+
+        Raises:
+          ValueError: an occupied slot, a rank over the pool's, or parameters or optimizer state of
+            another structure, shape or dtype than the pool's.
+        """
+        _check(self.occupied, slot, "slot {} is occupied; retire its adapter first", wanted=False)
+        fits = tenant.rank <= self.pool_rank
+        if _is_known(fits) and not fits:
+            raise ValueError(
+                f"the tenant's rank is {tenant.rank}; this pool holds ranks 1 to {self.pool_rank}"
+            )
+        allowed = ~take_slot(self.occupied, slot) & fits & (tenant.batch_size > 0)
+        slot = jnp.where(allowed, slot, self.n_slots)  # under jit nothing is written instead
+        return put_slot(self, slot, fit_tenant(tenant, self))
+
+    def move(self, source: Any, target: Any) -> "SlotTrainState":
+        """Moves the adapter of the slot ``source`` into the free slot ``target``.
+
+        Raises:
+          ValueError: ``source`` is free, or ``target`` occupied.
+        """
+        return self.clone(source, target).retire(source)
+
+    def clone(self, source: Any, target: Any) -> "SlotTrainState":
+        """Branches the adapter of the slot ``source``: the free slot ``target`` goes on from it.
+
+        Raises:
+          ValueError: ``source`` is free, or ``target`` occupied.
+        """
+        return self.place(target, self.tenant(source))
 
     def accumulate(self, grads: PyTree, samples: Any) -> "SlotTrainState":
         """Adds gradients, themselves sums over samples, to the slots' gradient sums.
@@ -310,6 +376,7 @@ class SlotTrainState:
             slots=stepped,
             total_norm=norm,
             rank=self.rank,
+            family=self.family,
             schedule=self.schedule,
             samples=self.samples,
             **hyperparameters,
@@ -364,6 +431,43 @@ class SlotTrainState:
 
         _check_same_structure(params, self.params)
         return jax.tree_util.tree_map_with_path(pad, params, self.params)
+
+
+def fit_tenant(tenant: SlotTrainState, pool: SlotTrainState) -> SlotTrainState:
+    """Returns the tenant as if it came from ``pool``: padded to its rank, with its static fields.
+
+    Raises:
+      ValueError: a leaf that the pool has not, or that differs from the pool's in more than that.
+    """
+    static = {
+        field.name: getattr(pool, field.name)
+        for field in dataclasses.fields(pool)
+        if field.metadata.get("static")
+    }
+    own = dataclasses.replace(tenant, **static)
+    if (got := jax.tree.structure(own)) != (want := jax.tree.structure(pool)):
+        raise ValueError(f"the tenant has the structure {got}; the pool's is {want}")
+
+    def fit(path, x, like):
+        shape = like.shape[1:]
+        differs = [have != want for have, want in zip(x.shape, shape, strict=False)]
+        by_rank = [
+            (have, want) == (tenant.pool_rank, pool.pool_rank)
+            for have, want in zip(x.shape, shape, strict=False)
+        ]
+        if x.ndim != len(shape) or x.dtype != like.dtype or any(np.greater(differs, by_rank)):
+            raise ValueError(
+                f"the tenant's {jax.tree_util.keystr(path)} is {x.dtype}{list(x.shape)}; "
+                f"this pool holds {like.dtype}{list(shape)}"
+            )
+        if not any(differs):
+            return x
+        kept = x[tuple(map(slice, shape))]
+        return jnp.pad(
+            kept, [(0, want - have) for have, want in zip(kept.shape, shape, strict=True)]
+        )
+
+    return jax.tree_util.tree_map_with_path(fit, own, pool)
 
 
 def mean_gradients(grad_sum: PyTree, batch_size: jax.Array) -> PyTree:

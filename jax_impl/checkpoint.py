@@ -1,0 +1,228 @@
+"""Checkpoints of single tenants, with Orbax: one folder each, whole or not there at all."""
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jax_impl.config import OptimizerConfig
+from jax_impl.tenant import tenant_arrays, tenant_from_arrays
+from jax_impl.train_state import SlotTrainState
+
+FORMAT = "perslot-checkpoint"
+VERSION = 1
+ITEMS = ("arrays", "metadata")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used, and why: it names the folder and the field."""
+
+
+class TenantCheckpoints:
+    """The checkpoints of a pool's tenants: ``directory/<name>/<number>``.
+
+    A checkpoint holds everything that a tenant's training depends on, and can be restored into
+    any slot of any pool whose rank suffices, where training goes on bit for bit. Writing is atomic:
+    whenever the process dies, the last complete checkpoint is the one that is found. ``save``
+    returns once the arrays are copied to the host, so the state may be donated at once; the files
+    are written meanwhile, until `wait`. Use it as a context manager, or `close` it.
+
+    Every array has its SHA-256 in the metadata, and so have the metadata: damaged files are
+    refused.
+    """
+
+    def __init__(
+        self, directory: str | Path, *configs: OptimizerConfig, max_to_keep: int | None = 3
+    ):
+        """
+        Args:
+          directory: made if it does not exist.
+          *configs: what `multi_lora_optimizer` was given, to be recorded and compared; none for
+            other optimizers.
+          max_to_keep: so many checkpoints of each tenant, the newest; None keeps all.
+        """
+        self.directory = Path(directory).absolute()
+        self.configs = configs
+        self._options = ocp.CheckpointManagerOptions(max_to_keep=max_to_keep, create=True)
+        self._managers: dict[str, ocp.CheckpointManager] = {}
+
+    def save(self, name: str, state: SlotTrainState, slot: int) -> int:
+        """Begins to write the tenant in ``slot`` as the next checkpoint of ``name``.
+
+        Returns its number.
+
+        Raises:
+          ValueError: the slot is free, or ``name`` is no plain file name.
+        """
+        tenant = state.tenant(slot)
+        arrays = tenant_arrays(tenant)
+        manager = self._manager(name)
+        number = (manager.latest_step() or 0) + 1
+        metadata = {
+            "format": FORMAT,
+            "version": VERSION,
+            "name": name,
+            "samples": int(tenant.samples),
+            "rank": int(tenant.rank),
+            "pool_rank": tenant.pool_rank,
+            "param_dtype": np.dtype(tenant.param_dtype).name,
+            "config": as_json(self.configs[int(tenant.family)]) if self.configs else None,
+            "arrays": {key: describe(x) for key, x in arrays.items()},
+        }
+        manager.save(
+            number,
+            args=ocp.args.Composite(
+                arrays=ocp.args.PyTreeSave(arrays),
+                metadata=ocp.args.JsonSave({"metadata": metadata, "sha256": digest(metadata)}),
+            ),
+        )
+        return number
+
+    def restore(
+        self, name: str, state: SlotTrainState, slot: int, *, number: int | None = None
+    ) -> SlotTrainState:
+        """Returns ``state`` with the tenant ``name`` in the free slot ``slot``.
+
+        Args:
+          name: the tenant's.
+          state: the pool.
+          slot: a free slot.
+          number: of the checkpoint; None for the newest.
+
+        Raises:
+          CheckpointError: there is none, or it is damaged, of another configuration, or does not
+            fit the pool; the message names the folder and the field.
+          ValueError: the slot is occupied.
+        """
+        steps = self.numbers(name)
+        if not steps or number not in (None, *steps):
+            wanted = "no checkpoint" if number is None else f"no checkpoint {number}"
+            raise CheckpointError(f"{self.directory / name}: {wanted}; there are {steps}")
+        number = number or steps[-1]
+        where = self.directory / name / str(number)
+        metadata, arrays = self._read(name, number, where)
+        family = self._family(metadata, where)
+        try:
+            tenant = tenant_from_arrays(
+                arrays, state, family=family, pool_rank=metadata["pool_rank"]
+            )
+            return state.place(slot, tenant)
+        except ValueError as error:
+            if bool(state.occupied[slot]):
+                raise
+            raise CheckpointError(f"{where}: {error}") from error
+
+    def numbers(self, name: str) -> list[int]:
+        """The complete checkpoints of ``name``, oldest first."""
+        manager = self._manager(name)
+        manager.reload()
+        return sorted(manager.all_steps())
+
+    def wait(self) -> None:
+        """Returns when everything that was saved is on disk."""
+        for manager in self._managers.values():
+            manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits, and frees the threads."""
+        for manager in self._managers.values():
+            manager.close()
+        self._managers.clear()
+
+    def __enter__(self) -> "TenantCheckpoints":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _manager(self, name: str) -> ocp.CheckpointManager:
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise ValueError(f"name is {name!r}; give letters, digits, '_', '-' and '.' only")
+        if name not in self._managers:
+            self._managers[name] = ocp.CheckpointManager(
+                self.directory / name, options=self._options, item_names=ITEMS
+            )
+        return self._managers[name]
+
+    def _read(
+        self, name: str, number: int, where: Path
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """The metadata and the arrays of one checkpoint, both as they were written."""
+        manager = self._manager(name)
+
+        def read(item: str, args: Any) -> Any:
+            try:
+                return manager.restore(number, args=ocp.args.Composite(**{item: args}))[item]
+            except Exception as error:  # Orbax and TensorStore raise all kinds on damaged files
+                raise CheckpointError(f"{where / item}: cannot be read: {error}") from error
+
+        wrapped = read("metadata", ocp.args.JsonRestore())
+        try:
+            metadata, written = wrapped["metadata"], wrapped["sha256"]
+            described = metadata["arrays"]
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"{where}/metadata: damaged: {error!r}") from error
+        if digest(metadata) != written:
+            raise CheckpointError(f"{where}/metadata: damaged: its sha256 is not the recorded one")
+        if (metadata["format"], metadata["version"]) != (FORMAT, VERSION):
+            raise CheckpointError(
+                f"{where}/metadata: format is {metadata['format']!r} version "
+                f"{metadata['version']}; this is {FORMAT!r} version {VERSION}"
+            )
+        as_numpy = {key: ocp.RestoreArgs(restore_type=np.ndarray) for key in described}
+        arrays = read("arrays", ocp.args.PyTreeRestore(restore_args=as_numpy))
+        for key, expected in described.items():
+            if key not in arrays or (found := describe(np.asarray(arrays[key]))) != expected:
+                found = found if key in arrays else None
+                raise CheckpointError(
+                    f"{where}/arrays: {key} is damaged: {found}, recorded was {expected}"
+                )
+        return metadata, {key: np.asarray(arrays[key]) for key in described}
+
+    def _family(self, metadata: Mapping[str, Any], where: Path) -> int:
+        """Which of our configurations the checkpoint was trained with."""
+        mine, theirs = list(map(as_json, self.configs)), metadata["config"]
+        if theirs in mine or (not mine and theirs is None):
+            return mine.index(theirs) if mine else 0
+        if theirs is None or not mine:
+            raise CheckpointError(
+                f"{where}/metadata: config is {theirs}; these checkpoints have {mine or None}"
+            )
+        closest = min(mine, key=lambda own: len(differing(own, theirs)))
+        field = differing(closest, theirs)[0]
+        raise CheckpointError(
+            f"{where}/metadata: config.{field} is {theirs.get(field)!r}; "
+            f"this pool has {closest.get(field)!r}"
+        )
+
+
+def as_json(config: OptimizerConfig) -> dict[str, Any]:
+    """A configuration as JSON gives it back."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The names under which two mappings differ."""
+    return [key for key in {**one, **other} if one.get(key, ...) != other.get(key, ...)]
+
+
+def describe(x: np.ndarray) -> dict[str, Any]:
+    """Shape, dtype and SHA-256 of an array, as JSON gives them back."""
+    data = np.ascontiguousarray(x)
+    return {
+        "shape": list(x.shape),
+        "dtype": x.dtype.name,
+        "sha256": hashlib.sha256(data.tobytes()).hexdigest(),
+    }
+
+
+def digest(metadata: Mapping[str, Any]) -> str:
+    """SHA-256 of metadata in the one way of writing them."""
+    text = json.dumps(metadata, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
