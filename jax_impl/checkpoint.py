@@ -1,7 +1,6 @@
 """Checkpoints of single tenants, with Orbax: one folder each, whole or not there at all."""
 
 import dataclasses
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import orbax.checkpoint as ocp
 from jax_impl.config import OptimizerConfig
 from jax_impl.tenant import tenant_arrays, tenant_from_arrays
 from jax_impl.train_state import SlotTrainState
+from tenant_format import array_digest, digest
 
 FORMAT = "perslot-checkpoint"
 VERSION = 1
@@ -73,7 +73,7 @@ class TenantCheckpoints:
             "pool_rank": tenant.pool_rank,
             "param_dtype": np.dtype(tenant.param_dtype).name,
             "config": as_json(self.configs[int(tenant.family)]) if self.configs else None,
-            "arrays": {key: describe(x) for key, x in arrays.items()},
+            "arrays": {key: array_digest(x) for key, x in arrays.items()},
         }
         manager.save(
             number,
@@ -178,10 +178,9 @@ class TenantCheckpoints:
         as_numpy = {key: ocp.RestoreArgs(restore_type=np.ndarray) for key in described}
         arrays = read("arrays", ocp.args.PyTreeRestore(restore_args=as_numpy))
         for key, expected in described.items():
-            if key not in arrays or (found := describe(np.asarray(arrays[key]))) != expected:
-                found = found if key in arrays else None
+            if key not in arrays or array_digest(np.asarray(arrays[key])) != expected:
                 raise CheckpointError(
-                    f"{where}/arrays: {key} is damaged: {found}, recorded was {expected}"
+                    f"{where}/arrays: {key} is damaged: its sha256 is not the recorded one"
                 )
         return metadata, {key: np.asarray(arrays[key]) for key in described}
 
@@ -210,19 +209,3 @@ def as_json(config: OptimizerConfig) -> dict[str, Any]:
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """The names under which two mappings differ."""
     return [key for key in {**one, **other} if one.get(key, ...) != other.get(key, ...)]
-
-
-def describe(x: np.ndarray) -> dict[str, Any]:
-    """Shape, dtype and SHA-256 of an array, as JSON gives them back."""
-    data = np.ascontiguousarray(x)
-    return {
-        "shape": list(x.shape),
-        "dtype": x.dtype.name,
-        "sha256": hashlib.sha256(data.tobytes()).hexdigest(),
-    }
-
-
-def digest(metadata: Mapping[str, Any]) -> str:
-    """SHA-256 of metadata in the one way of writing them."""
-    text = json.dumps(metadata, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -120,7 +120,7 @@ class SlotTrainState:
             batch_size=counts,
             rank=counts,
             family=counts,
-            schedule=jax.tree.map(lambda x: jnp.stack([x] * size), _as_arrays(FREE)),
+            schedule=jax.tree.map(lambda x: jnp.stack([x] * size), as_arrays(FREE)),
             opt_state=tx.init(masters),
             tx=tx,
             pool_rank=rank,
@@ -206,7 +206,7 @@ class SlotTrainState:
             batch_size=batch_size,
             rank=rank,
             family=family,
-            schedule=_as_arrays(schedule),
+            schedule=as_arrays(schedule),
         )
         if opt_state is None:
             return state
@@ -221,7 +221,7 @@ class SlotTrainState:
         _check(self.occupied, slot, "slot {} is free; there is no adapter to retire")
         zeros = jax.tree.map(jnp.zeros_like, take_slot(self.params, slot))
         return self._replace_slot(
-            slot, params=zeros, samples=0, batch_size=0, rank=0, family=0, schedule=_as_arrays(FREE)
+            slot, params=zeros, samples=0, batch_size=0, rank=0, family=0, schedule=as_arrays(FREE)
         )
 
     def tenant(self, slot: Any) -> "SlotTrainState":
@@ -490,7 +490,7 @@ def mean_norms(grad_sum: PyTree, batch_size: jax.Array) -> jax.Array:
 FREE = ParamScheduleConfig()
 
 
-def _as_arrays(schedule: ParamScheduleConfig) -> ParamScheduleConfig:
+def as_arrays(schedule: ParamScheduleConfig) -> ParamScheduleConfig:
     """The schedule of one slot as scalars of the dtypes that a pool keeps.
 
     Counts of samples are integers, so that distances between them are exact; only the warm-up may

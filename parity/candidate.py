@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_impl
+from jax_impl.tenant_file import clocked_names, state_field
 from parity import gradients
 from parity.observation import MOMENTS, Observation, SlotView, StepOutcome
 from parity.pieces import partition_dims
@@ -190,13 +191,6 @@ class Candidate:
         return np.isin(np.arange(size), tuple(slots))
 
 
-def state_field(path: tuple[Any, ...]) -> tuple[str, str]:
-    """The field of an optimizer state that a leaf belongs to, and the parameter's name."""
-    fields = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
-    last = path[-1]
-    return fields[-1], last.key if isinstance(last, jax.tree_util.DictKey) else ""
-
-
 def clock_beside(opt_state: Any, path: tuple[Any, ...]) -> np.ndarray:
     """The "step" of the Adam state that holds the moment at ``path``."""
     return next(
@@ -204,12 +198,3 @@ def clock_beside(opt_state: Any, path: tuple[Any, ...]) -> np.ndarray:
         for other, leaf in jax.tree_util.tree_leaves_with_path(opt_state)
         if state_field(other)[0] == "step" and other[:-1] == path[:-2]
     )
-
-
-def clocked_names(opt_state: Any, path: tuple[Any, ...]) -> list[str]:
-    """The parameters whose moments the Adam state with the "step" at ``path`` holds."""
-    return [
-        state_field(other)[1]
-        for other, _ in jax.tree_util.tree_leaves_with_path(opt_state)
-        if other[:-2] == path[:-1] and state_field(other)[0] == "exp_avg_sq"
-    ]

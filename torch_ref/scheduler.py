@@ -186,13 +186,12 @@ def is_count(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def set_tenant_lr(param_groups: Sequence[dict[str, Any]], schedule: SlotSchedule) -> None:
-    """Writes the tenant's bounds over the config's; explicit overrides stay.
+def set_tenant_lr(param_groups: Sequence[dict[str, Any]], bounds: Mapping[str, float]) -> None:
+    """Writes the tenant's `max_lr` and `min_lr` over the config's; explicit overrides stay.
 
     A group's own `max_lr` and `min_lr` beat the scheduler's, so without this the tenant's learning
     rate would never reach the step.
     """
-    bounds = {"max_lr": schedule.lr, "min_lr": schedule.min_lr}
     for group in param_groups:
         group.update({key: bounds[key] for key in group["tenant_lr_keys"]})
 
@@ -214,13 +213,24 @@ def install_slot_scheduler(
         ValueError: an unknown slot, one that has a schedule, or a bad argument; nothing changed.
     """
     plan = SlotSchedule(**schedule)
+    arguments = plan.scheduler_arguments(optimizer.config.weight_decay)
+    return start_slot_scheduler(optimizer, slot, arguments, plan.resume_step * plan.batch_size)
+
+
+def start_slot_scheduler(
+    optimizer: ChainedOptimizer, slot: int, arguments: Mapping[str, Any], samples: int
+) -> OptimizerParamScheduler:
+    """Starts a slot's schedule at ``samples``, from the scheduler's own arguments.
+
+    Raises:
+        ValueError: an unknown slot, or one that has a schedule; nothing changed.
+    """
     slot_optimizer = ChainedOptimizer(adapter_slot_children(optimizer, slot))
     if slot in optimizer.adapter_slot_schedulers:
         raise ValueError(f"slot={slot}: must be empty, its schedule is still installed")
-    set_tenant_lr(slot_optimizer.param_groups, plan)
-    arguments = plan.scheduler_arguments(optimizer.config.weight_decay)
+    set_tenant_lr(slot_optimizer.param_groups, arguments)
     scheduler = OptimizerParamScheduler(slot_optimizer, **arguments)
-    scheduler.step(plan.resume_step * plan.batch_size)
+    scheduler.step(samples)
     optimizer.adapter_slot_schedulers[slot] = scheduler
     return scheduler
 

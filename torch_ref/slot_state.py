@@ -119,6 +119,36 @@ def adapter_slot_state(
     return result
 
 
+def check_adapter_slot_state(
+    optimizer: ChainedOptimizer,
+    model_chunks: Sequence[DistributedDataParallel],
+    slot: int,
+    state: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Refuses a state that is not of this slot's parameters and optimizer.
+
+    Raises:
+        ValueError: an unknown slot, or other names, state or shapes than the slot's.
+    """
+    parameters = dict(adapter_slot_parameters(model_chunks, slot))
+    if parameters.keys() != state.keys():
+        raise ValueError(
+            f"state: must name the slot's parameters, differs in "
+            f"{sorted(parameters.keys() ^ state.keys())}"
+        )
+    for name, _, master, own_state, group in owned_parameters(optimizer, model_chunks, slot):
+        missing = (own_state | group).keys() & {*MOMENTS, "step"} - state[name].keys()
+        if missing:
+            raise ValueError(f"state[{name!r}]: must have {sorted(missing)}")
+        for kind in own_state.keys() & set(MOMENTS) | {"master"}:
+            here = master if kind == "master" else own_state[kind]
+            if state[name][kind].shape != here.shape:
+                raise ValueError(
+                    f"state[{name!r}][{kind!r}]: must have the shape {tuple(here.shape)}, not "
+                    f"{tuple(state[name][kind].shape)}"
+                )
+
+
 @torch.no_grad()
 def load_adapter_slot_state(
     optimizer: ChainedOptimizer,
@@ -142,15 +172,7 @@ def load_adapter_slot_state(
     """
     parameters = dict(adapter_slot_parameters(model_chunks, slot))
     owned = list(owned_parameters(optimizer, model_chunks, slot))
-    if parameters.keys() != state.keys():
-        raise ValueError(
-            f"state: must name the slot's parameters, differs in "
-            f"{sorted(parameters.keys() ^ state.keys())}"
-        )
-    for name, _, _, own_state, group in owned:
-        missing = (own_state | group).keys() & {*MOMENTS, "step"} - state[name].keys()
-        if missing:
-            raise ValueError(f"state[{name!r}]: must have {sorted(missing)}")
+    check_adapter_slot_state(optimizer, model_chunks, slot, state)
     for name, parameter in parameters.items():
         parameter.copy_(state[name]["param"])
     for name, _, master, own_state, group in owned:
