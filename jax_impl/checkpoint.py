@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
 from jax_impl.config import OptimizerConfig
+from jax_impl.hyperparameters import parameter_name
 from jax_impl.tenant import tenant_arrays, tenant_from_arrays
 from jax_impl.train_state import SlotTrainState
 from tenant_format import array_digest, digest
@@ -71,6 +73,10 @@ class TenantCheckpoints:
             "samples": int(tenant.samples),
             "rank": int(tenant.rank),
             "pool_rank": tenant.pool_rank,
+            "shapes": {
+                parameter_name(path): list(p.shape)
+                for path, p in jax.tree_util.tree_leaves_with_path(tenant.params)
+            },
             "param_dtype": np.dtype(tenant.param_dtype).name,
             "config": as_json(self.configs[int(tenant.family)]) if self.configs else None,
             "arrays": {key: array_digest(x) for key, x in arrays.items()},
@@ -100,12 +106,7 @@ class TenantCheckpoints:
             fit the pool; the message names the folder and the field.
           ValueError: the slot is occupied.
         """
-        steps = self.numbers(name)
-        if not steps or number not in (None, *steps):
-            wanted = "no checkpoint" if number is None else f"no checkpoint {number}"
-            raise CheckpointError(f"{self.directory / name}: {wanted}; there are {steps}")
-        number = number or steps[-1]
-        where = self.directory / name / str(number)
+        number, where = self._find(name, number)
         metadata, arrays = self._read(name, number, where)
         family = self._family(metadata, where)
         try:
@@ -117,6 +118,14 @@ class TenantCheckpoints:
             if bool(state.occupied[slot]):
                 raise
             raise CheckpointError(f"{where}: {error}") from error
+
+    def metadata(self, name: str, *, number: int | None = None) -> dict[str, Any]:
+        """What a checkpoint says of its tenant: samples, rank, shapes, configuration.
+
+        Raises:
+          CheckpointError: there is none, or it is damaged.
+        """
+        return self._read_metadata(name, *self._find(name, number))
 
     def numbers(self, name: str) -> list[int]:
         """The complete checkpoints of ``name``, oldest first."""
@@ -141,6 +150,15 @@ class TenantCheckpoints:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
+    def _find(self, name: str, number: int | None) -> tuple[int, Path]:
+        """The number of a checkpoint, the newest for None, and where it is."""
+        steps = self.numbers(name)
+        if not steps or number not in (None, *steps):
+            wanted = "no checkpoint" if number is None else f"no checkpoint {number}"
+            raise CheckpointError(f"{self.directory / name}: {wanted}; there are {steps}")
+        number = number or steps[-1]
+        return number, self.directory / name / str(number)
+
     def _manager(self, name: str) -> ocp.CheckpointManager:
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise ValueError(f"name is {name!r}; give letters, digits, '_', '-' and '.' only")
@@ -154,18 +172,21 @@ class TenantCheckpoints:
         self, name: str, number: int, where: Path
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """The metadata and the arrays of one checkpoint, both as they were written."""
-        manager = self._manager(name)
+        metadata = self._read_metadata(name, number, where)
+        as_numpy = {key: ocp.RestoreArgs(restore_type=np.ndarray) for key in metadata["arrays"]}
+        args = ocp.args.PyTreeRestore(restore_args=as_numpy)
+        arrays = self._read_item(name, number, where, "arrays", args)
+        for key, expected in metadata["arrays"].items():
+            if key not in arrays or array_digest(np.asarray(arrays[key])) != expected:
+                raise CheckpointError(
+                    f"{where}/arrays: {key} is damaged: its sha256 is not the recorded one"
+                )
+        return metadata, {key: np.asarray(arrays[key]) for key in as_numpy}
 
-        def read(item: str, args: Any) -> Any:
-            try:
-                return manager.restore(number, args=ocp.args.Composite(**{item: args}))[item]
-            except Exception as error:  # Orbax and TensorStore raise all kinds on damaged files
-                raise CheckpointError(f"{where / item}: cannot be read: {error}") from error
-
-        wrapped = read("metadata", ocp.args.JsonRestore())
+    def _read_metadata(self, name: str, number: int, where: Path) -> dict[str, Any]:
+        wrapped = self._read_item(name, number, where, "metadata", ocp.args.JsonRestore())
         try:
             metadata, written = wrapped["metadata"], wrapped["sha256"]
-            described = metadata["arrays"]
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"{where}/metadata: damaged: {error!r}") from error
         if digest(metadata) != written:
@@ -175,14 +196,14 @@ class TenantCheckpoints:
                 f"{where}/metadata: format is {metadata['format']!r} version "
                 f"{metadata['version']}; this is {FORMAT!r} version {VERSION}"
             )
-        as_numpy = {key: ocp.RestoreArgs(restore_type=np.ndarray) for key in described}
-        arrays = read("arrays", ocp.args.PyTreeRestore(restore_args=as_numpy))
-        for key, expected in described.items():
-            if key not in arrays or array_digest(np.asarray(arrays[key])) != expected:
-                raise CheckpointError(
-                    f"{where}/arrays: {key} is damaged: its sha256 is not the recorded one"
-                )
-        return metadata, {key: np.asarray(arrays[key]) for key in described}
+        return metadata
+
+    def _read_item(self, name: str, number: int, where: Path, item: str, args: Any) -> Any:
+        wanted = ocp.args.Composite(**{item: args})
+        try:
+            return self._manager(name).restore(number, args=wanted)[item]
+        except Exception as error:  # Orbax and TensorStore raise all kinds on damaged files
+            raise CheckpointError(f"{where / item}: cannot be read: {error}") from error
 
     def _family(self, metadata: Mapping[str, Any], where: Path) -> int:
         """Which of our configurations the checkpoint was trained with."""

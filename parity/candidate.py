@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_impl
-from jax_impl.tenant_file import clocked_names, state_field
+from jax_impl.tenant_file import clocked_names, load_tenant, save_tenant, state_field
 from parity import gradients
 from parity.observation import MOMENTS, Observation, SlotView, StepOutcome
 from parity.pieces import partition_dims
@@ -64,7 +65,7 @@ class Candidate:
 
     def __init__(self, scenario: Scenario, mode: Mode):
         self.scenario, self.mode = scenario, mode
-        config = jax_impl.OptimizerConfig(
+        self.config = config = jax_impl.OptimizerConfig(
             **scenario.optimizer,
             ns_method=mode.ns_method,
             tensor_model_parallel_size=scenario.ranks.tensor_parallel,
@@ -122,6 +123,17 @@ class Candidate:
 
     def resume(self, tenant: str, slot: int) -> None:
         self._install(tenant, slot, **self.retired.pop(tenant))
+
+    def save(self, path: Path, slot: int) -> None:
+        """Writes the slot's tenant for either stack."""
+        alpha = self.scenario.tenants[self.occupants[slot]].alpha
+        save_tenant(path, self.state, slot, self.config, alpha=alpha)
+
+    def load(self, path: Path, tenant: str, slot: int) -> None:
+        """Puts a retired tenant back, as either stack has written it."""
+        del self.retired[tenant]
+        self.state = load_tenant(path, self.state, slot, self.config)
+        self.occupants[slot] = tenant
 
     def observe(self) -> Observation:
         state = jax.device_get(self.state)

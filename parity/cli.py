@@ -195,6 +195,28 @@ def show_options() -> None:
     raise typer.Exit(1 if incomplete else 0)
 
 
+@app.command("convert")
+def convert_tenant(
+    source: Annotated[Path, typer.Argument(help="A tenant file, or FOLDER/NAME of checkpoints.")],
+    target: Annotated[Path, typer.Argument(help="What to write.")],
+    to: Annotated[
+        str | None, typer.Option(help="tenant, checkpoint or peft; tenant for *.safetensors.")
+    ] = None,
+    alpha: Annotated[float | None, typer.Option(help="Of the adapter, if unrecorded.")] = None,
+) -> None:
+    """Turns a tenant of either stack into a tenant file, an Orbax checkpoint or a PEFT adapter."""
+    from parity.convert import KINDS, convert
+
+    kind = to or ("tenant" if target.suffix == ".safetensors" else None)
+    try:
+        if kind not in KINDS:
+            raise ValueError(f"--to is {to!r}; choose one of {', '.join(KINDS)}")
+        convert(source, target, kind, alpha=alpha)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
 def wide_console() -> Console:
     """A console that does not break the tables where nobody knows its width."""
     console = Console()

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,25 @@ class Reference:
         weights = {name: values["param"] for name, values in state.items()}
         self._install(tenant, slot, weights, samples // self.scenario.tenants[tenant].batch_size)
         torch_ref.load_adapter_slot_state(self.optimizer, self.chunks, slot, state)
+
+    def save(self, path: Path, slot: int) -> None:
+        """Writes the slot's tenant for either stack."""
+        tenant = self._tenant(slot)
+        torch_ref.save_tenant(
+            path,
+            self.chunks,
+            self.optimizer,
+            slot,
+            rank=tenant.rank,
+            alpha=tenant.alpha,
+            batch_size=tenant.batch_size,
+        )
+
+    def load(self, path: Path, tenant: str, slot: int) -> None:
+        """Puts a retired tenant back, as either stack has written it."""
+        del self.retired[tenant]
+        torch_ref.load_tenant(path, self.chunks, self.optimizer, slot)
+        self.occupants[slot] = tenant
 
     def observe(self) -> Observation:
         return {slot: self._view(slot) for slot in range(self.scenario.pool.n_slots)}

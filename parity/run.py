@@ -1,6 +1,8 @@
 """Drives both stacks through a scenario's events and collects what they disagree on."""
 
+import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from parity import compare
 from parity.candidate import MODES, Candidate, Mode
@@ -46,6 +48,7 @@ class Players:
         self.occupants: dict[int, str] = {}
         self.steps: dict[int, int] = {}
         self.rates: list[Rates] = []
+        self.files = tempfile.TemporaryDirectory(prefix="perslot-")
 
     def play(self, index: int, event: Event) -> list[Check]:
         """Applies one event everywhere and compares."""
@@ -111,9 +114,12 @@ class Players:
                 for player in everyone:
                     player.install(tenant, slot, resume_step)
                 self.occupants[slot], self.steps[slot] = tenant, 0
-            case Resume(tenant, slot):
+            case Resume(tenant, slot, source):
                 for player in everyone:
-                    player.resume(tenant, slot)
+                    if source is None:
+                        player.resume(tenant, slot)
+                    else:
+                        player.load(self._file(tenant, source), tenant, slot)
                 self.occupants[slot], self.steps[slot] = tenant, 0
             case Accumulate(slot, samples):
                 grads = self.reference.accumulate(slot, samples, index)
@@ -126,10 +132,31 @@ class Players:
                 outcome = self.reference.step([slot for slot in slots if slot not in skipped])
                 return [outcome, *(candidate.step(slots) for candidate in self.candidates)]
             case Retire(slot):
+                self._write_files(index, slot)
                 for player in everyone:
                     player.retire(slot)
                 del self.occupants[slot], self.steps[slot]
         return [None for _ in everyone]
+
+    def _write_files(self, index: int, slot: int) -> None:
+        """Writes what is about to retire, if it will be resumed from a file.
+
+        On the JAX side it is the free candidate that does, which owes nothing to the reference.
+        """
+        tenant = self.occupants[slot]
+        returns = (
+            event
+            for event in self.scenario.events[index + 1 :]
+            if isinstance(event, Install | Resume) and event.tenant == tenant
+        )
+        source = getattr(next(returns, None), "source", None)
+        free = next(candidate for candidate in self.candidates if not candidate.mode.locked)
+        if source is not None:
+            writer = {"megatron": self.reference, "jax": free}[source]
+            writer.save(self._file(tenant, source), slot)
+
+    def _file(self, tenant: str, source: str) -> Path:
+        return Path(self.files.name) / f"{tenant}.{source}.safetensors"
 
     def _used_rates(self, index: int, reference: Outcomes, jax: Outcomes) -> Iterator[Rates]:
         """What the slots were stepped with that did step."""
@@ -160,7 +187,8 @@ class Players:
             yield from compare.scrubbed(where, now[slot])
             return
         reference, keys = self.seen[slot], self.seen[slot].tensors.keys()
-        if not candidate.mode.locked and not isinstance(event, Install):
+        adopted = isinstance(event, Install) or getattr(event, "source", None)
+        if not candidate.mode.locked and not adopted:
             keys = [key for key in keys if key[0] == "grad_sum"]
         if isinstance(event, Accumulate) and self.scenario.ranks.data_parallel > 1:
             keys = [key for key in keys if key[0] != "grad_sum"]

@@ -29,6 +29,7 @@ LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_DECAY_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 WD_INCR_STYLES = ("constant", "linear", "cosine")
 PARALLELISMS = ("column", "row")
+SOURCES = ("megatron", "jax")
 OPTIMIZER_CHOICES = {
     "optimizer": ("adam", "muon", "adaptive_muon"),
     "muon_scalar_optimizer": ("adam", "lion"),
@@ -229,10 +230,15 @@ class Retire:
 
 @dataclass(frozen=True)
 class Resume:
-    """Puts a retired tenant back, with everything it had when it retired."""
+    """Puts a retired tenant back, with everything it had when it retired.
+
+    Both stacks go on from what each of them had; with a ``source``, one of `SOURCES`, both go on
+    from the tenant file which that one wrote.
+    """
 
     tenant: str
     slot: int
+    source: str | None = None
 
 
 Event = Install | Accumulate | Step | Retire | Resume
@@ -476,8 +482,8 @@ def _read_event(table: dict, key: str) -> Event:
     if "retire" in table:
         return Retire(_take(table, key, {"retire": int}, {})["retire"])
     if "resume" in table:
-        table = _take(table, key, {"resume": str, "slot": int}, {})
-        return Resume(table["resume"], table["slot"])
+        table = _take(table, key, {"resume": str, "slot": int}, {"source": str})
+        return Resume(table["resume"], table["slot"], table.get("source"))
     _refuse(key, table, "must be an install, accumulate, step, retire, resume or repeat")
 
 
@@ -802,6 +808,11 @@ class _Replay:
             return f"{event.tenant} has not retired: install it"
         if isinstance(event, Install) and event.resume_step < 0:
             return "resume_step must be at least 0"
+        if isinstance(event, Resume) and event.source is not None:
+            if event.source not in SOURCES:
+                return f"source must be one of {', '.join(SOURCES)}"
+            if self.scenario.ranks != Ranks():
+                return "a tenant file is written by a single rank"
         return None
 
 
@@ -911,8 +922,8 @@ def _event_table(event: Event) -> dict[str, Any]:
             return {"step": list(slots)}
         case Retire(slot):
             return {"retire": slot}
-        case Resume(tenant, slot):
-            return {"resume": tenant, "slot": slot}
+        case Resume(tenant, slot, source):
+            return {"resume": tenant, "slot": slot} | ({"source": source} if source else {})
 
 
 def _assignments(table: dict[str, Any]) -> list[str]:

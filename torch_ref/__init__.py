@@ -31,6 +31,7 @@ from torch_ref.slot_state import (
 )
 from torch_ref.slots import adapter_slot_children, adapter_slot_parameters, count_adapter_slots
 from torch_ref.tenant import install_adapter, retire_adapter
+from torch_ref.tenant_file import load_tenant, save_tenant
 from torch_ref.transformer import MultiLoRATransformer
 
 __all__ = [
@@ -52,10 +53,12 @@ __all__ = [
     "install_slot_scheduler",
     "is_beyond_megatron",
     "load_adapter_slot_state",
+    "load_tenant",
     "pad_adapter_weight",
     "reload_adapter_slot_model_params",
     "reset_grad_metadata_keep_grads",
     "retire_adapter",
+    "save_tenant",
     "setup_model_and_optimizer",
     "start_megatron",
     "step_adapter_slots",

@@ -1,0 +1,97 @@
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from jax_impl.checkpoint_test import ADAM, MUON, install, make_pool, same_tenant, train
+from jax_impl.tenant_file import load_tenant, save_tenant
+from tenant_format import TenantFileError, read, write
+
+
+def trained(*configs, slot=1, rank=8, partial=0, **kwargs):
+    state = install(make_pool(*configs), slot, rank=rank, **kwargs)
+    return train(state, slot, 3, rank=rank, partial=partial)
+
+
+@pytest.mark.parametrize("partial", [0, 2])
+@pytest.mark.parametrize("config", [MUON, ADAM])
+def test_goes_on_elsewhere_bit_for_bit(tmp_path, config, partial):
+    state = trained(config, partial=partial)
+    save_tenant(tmp_path / "a.safetensors", state, 1, config, alpha=16.0)
+    busy = train(install(make_pool(config), 0, seed=7), 0, 2)
+    loaded = load_tenant(tmp_path / "a.safetensors", busy, 3, config)
+    same_tenant(loaded.tenant(0), busy.tenant(0))
+    assert int(loaded.accumulated[3]) == partial
+    if not partial:
+        loaded, state = train(loaded, 3, 20, first=9), train(state, 1, 20, first=9)
+    same_tenant(loaded.tenant(3).params, state.tenant(1).params)
+    same_tenant(loaded.tenant(3).grad_buffer, state.tenant(1).grad_buffer)
+    same_tenant(loaded.tenant(3).schedule, state.tenant(1).schedule)
+    _, record = read(tmp_path / "a.safetensors")
+    assert record["alpha"] == 16.0 and record["samples"] == 12
+
+
+def test_finds_its_family_and_another_rank(tmp_path):
+    state = trained(MUON, ADAM, family=1, rank=4)
+    save_tenant(tmp_path / "a.safetensors", state, 1, ADAM)
+    loaded = load_tenant(tmp_path / "a.safetensors", make_pool(ADAM, MUON, rank=5), 0, ADAM, MUON)
+    assert (int(loaded.family[0]), int(loaded.rank[0])) == (0, 4)
+    mine, theirs = loaded.tenant(0).params, state.tenant(1).params
+    for name, x in mine.items():
+        common = tuple(map(slice, np.minimum(x.shape, theirs[name].shape)))
+        assert np.array_equal(x[common], theirs[name][common]) and np.any(x)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a, r: a.pop("q.bias/master"), "q.bias/master is not there"),
+        (lambda a, r: a.update(new=np.zeros(1)), "new is none of this pool's"),
+        (lambda a, r: a.update({"q.bias/master": np.zeros(3, "f4")}), r"q.bias.* is float32\[3\]"),
+        (lambda a, r: a.update({"q.bias/master": np.zeros(10)}), "q.bias/master is float64"),
+        (lambda a, r: r["clocks"].clear(), "clocks of"),
+        (lambda a, r: r.update(rank=9), "rank is 9"),
+        (lambda a, r: r["config"].update(muon_momentum=0.5), "config.muon_momentum is 0.5"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path, change, message):
+    path = tmp_path / "a.safetensors"
+    save_tenant(path, trained(), 1, MUON)
+    arrays, record = read(path)
+    change(arrays, record)
+    write(path, arrays, record)
+    with pytest.raises(TenantFileError, match=f"a.safetensors: .*{message}"):
+        load_tenant(path, make_pool(), 0, MUON)
+
+
+def test_damaged_files_are_refused(tmp_path):
+    path, rng, refused = tmp_path / "a.safetensors", random.Random(0), 0
+    state = trained()
+    save_tenant(path, state, 1, MUON)
+    whole, pool = path.read_bytes(), make_pool()
+    for _ in range(40):
+        at = rng.randrange(len(whole))
+        flipped = whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :]
+        path.write_bytes(rng.choice([flipped, whole[:at]]))
+        try:
+            loaded = load_tenant(path, pool, 0, MUON)
+        except TenantFileError as error:
+            assert str(path) in str(error)
+            refused += 1
+        else:
+            same_tenant(loaded.tenant(0).params, state.tenant(1).params)
+    assert refused > 30
+
+
+def test_errors(tmp_path):
+    path, state = tmp_path / "a.safetensors", trained()
+    with pytest.raises(ValueError, match="slot 0 is free"):
+        save_tenant(path, state, 0, MUON)
+    with pytest.raises(TenantFileError, match="cannot be read"):
+        load_tenant(path, state, 0, MUON)
+    save_tenant(path, state, 1, MUON)
+    with pytest.raises(ValueError, match="slot 1 is occupied"):
+        load_tenant(path, state, 1, MUON)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
+    assert jax.tree.leaves(state)
