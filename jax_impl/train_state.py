@@ -437,7 +437,8 @@ def fit_tenant(tenant: SlotTrainState, pool: SlotTrainState) -> SlotTrainState:
     """Returns the tenant as if it came from ``pool``: padded to its rank, with its static fields.
 
     Raises:
-      ValueError: a leaf that the pool has not, or that differs from the pool's in more than that.
+      ValueError: a leaf that the pool has not, that differs from the pool's in more than that, or
+        whose padding is not zero where it would be cut.
     """
     static = {
         field.name: getattr(pool, field.name)
@@ -463,6 +464,11 @@ def fit_tenant(tenant: SlotTrainState, pool: SlotTrainState) -> SlotTrainState:
         if not any(differs):
             return x
         kept = x[tuple(map(slice, shape))]
+        if _is_known(x) and np.count_nonzero(x) != np.count_nonzero(kept):
+            raise ValueError(
+                f"the tenant's {jax.tree_util.keystr(path)} is not zero beyond its rank, in what "
+                f"this pool of rank {pool.pool_rank} would cut"
+            )
         return jnp.pad(
             kept, [(0, want - have) for have, want in zip(kept.shape, shape, strict=True)]
         )

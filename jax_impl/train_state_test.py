@@ -646,3 +646,98 @@ def test_create_needs_a_rank_and_slots():
     with pytest.raises(ValueError, match="leading axis"):
         SlotTrainState.create(TX, {"a": jnp.ones((2, 3, 4)), "b": jnp.ones((3, 4))}, rank=3)
     assert isinstance(FILLED.schedule, ParamScheduleConfig)
+
+
+def assert_same_tenant(a, b):
+    assert_same_bits(jax.tree.leaves(a), jax.tree.leaves(b))
+
+
+def test_move_and_clone_keep_every_bit():
+    state = accumulate(filled_pool(), gradients(5), jnp.asarray([1, 0, 2]))
+    for operation, source_is_free in ((SlotTrainState.move, True), (SlotTrainState.clone, False)):
+        for run in (operation, jax.jit(operation)):
+            after = run(state, 0, 1)
+            assert_same_tenant(after.tenant(1), state.tenant(0))
+            assert_same_tenant(after.tenant(2), state.tenant(2))
+            assert bool(after.occupied[0]) != source_is_free
+            if source_is_free:
+                assert_same_bits(take_slot(after, 0).params, take_slot(empty_pool(), 0).params)
+
+
+def test_a_clone_goes_its_own_way():
+    state = filled_pool().clone(0, 1)
+    for seed in (7, 8):
+        state = accumulate(state, gradients(seed), jnp.asarray([2, 2, 0]))
+        state, _ = step(state, jnp.asarray([True, True, False]))
+    moved = jax.tree.map(lambda x: jnp.any(x[0] != x[1]), state.params)
+    assert all(jax.tree.leaves(moved))
+
+
+def test_a_tenant_fits_into_pools_of_other_ranks_and_no_others():
+    state = filled_pool()
+    wide = {
+        n: jax.ShapeDtypeStruct((2, *(6 if d == RANK else d for d in s)), jnp.float32)
+        for n, s in {"linear_in": (RANK, 7), "linear_out": (5, RANK), "bias": (5,)}.items()
+    }
+    with pytest.raises(ValueError, match=r"the tenant's \.params\['linear_in'\].* is float32"):
+        SlotTrainState.create(TX, wide, rank=6).place(0, state.tenant(2))
+    narrow = {
+        n: jax.ShapeDtypeStruct((2, *(3 if d == RANK else d for d in s)), jnp.float32)
+        for n, s in SHAPES.items()
+    }
+    pool = SlotTrainState.create(TX, narrow, rank=3)
+    with pytest.raises(ValueError, match="is not zero beyond its rank"):
+        pool.place(1, state.tenant(2))  # its gradients were not, either
+    state = install(state.retire(2), 2, weights(1, rank=3), 1, rank=3)
+    placed = pool.place(1, state.tenant(2))  # of rank 3
+    assert_same_bits(placed.params["linear_in"][1], state.params["linear_in"][2, :3])
+    back = state.retire(2).place(2, placed.tenant(1))
+    assert_same_tenant(back.tenant(2), state.tenant(2))
+    with pytest.raises(ValueError, match="the tenant's rank is 4; this pool holds ranks 1 to 3"):
+        pool.place(0, state.tenant(0))
+    other = SlotTrainState.create(per_slot(optax.adam(1.0)), FULL, rank=RANK)
+    with pytest.raises(ValueError, match="the tenant has the structure"):
+        other.place(0, state.tenant(0))
+
+
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit])
+def test_bad_moves_change_nothing(run):
+    state = filled_pool()
+    for operation, arguments, message in (
+        (SlotTrainState.move, (0, 2), "slot 2 is occupied"),
+        (SlotTrainState.clone, (0, 0), "slot 0 is occupied"),
+        (SlotTrainState.clone, (1, 1), "slot 1 is free"),
+        (SlotTrainState.move, (0, 3), "slot 3 is outside"),
+        (SlotTrainState.tenant, (1,), "slot 1 is free"),
+    ):
+        if run is jax.jit:
+            if operation is SlotTrainState.clone:
+                after = run(operation)(state, *arguments)
+                assert_same_bits(after.params, state.params)
+                assert_same_bits(after.opt_state, state.opt_state)
+            continue
+        with pytest.raises(ValueError, match=message):
+            operation(state, *arguments)
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(st.lists(st.sampled_from(["move", "clone", "step", "discard", "retire"]), max_size=8))
+def test_co_tenants_never_change(operations):
+    """Slot 2 is left alone, whatever happens in 0 and 1."""
+    state = accumulate(filled_pool(), gradients(9), jnp.asarray([0, 0, 1]))
+    alone = state.tenant(2)
+    for seed, operation in enumerate(operations):
+        occupied = [slot for slot in (0, 1) if state.occupied[slot]]
+        free = [slot for slot in (0, 1) if slot not in occupied]
+        if operation in ("move", "clone") and occupied and free:
+            state = getattr(state, operation)(occupied[0], free[0])
+        elif operation == "step" and occupied:
+            counts = [int(state.batch_size[s]) if s in occupied else 0 for s in (0, 1)]
+            state = state.discard(jnp.asarray([0, 1]))
+            state = accumulate(state, gradients(seed), jnp.asarray([*counts, 0]))
+            state, _ = step(state, jnp.asarray([bool(c) for c in counts] + [False]))
+        elif operation == "discard":
+            state = discard(state, jnp.asarray([0, 1]))
+        elif operation == "retire" and len(occupied) > 1:
+            state = retire(state, occupied[1])
+        assert_same_tenant(state.tenant(2), alone)
