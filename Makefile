@@ -1,4 +1,4 @@
-.PHONY: parity test fuzz fuzz-0 fuzz-1 mutants bench setup
+.PHONY: parity test fuzz fuzz-0 fuzz-1 mutants soak bench setup
 
 # Run every scenario in JAX and in Megatron, and compare the two.
 parity: setup
@@ -23,6 +23,10 @@ fuzz-0 fuzz-1: fuzz-%:
 mutants: setup
 	.venv/bin/python -m parity mutants
 
+# Live 2,000 random operations, kill 50 writers of checkpoints, damage 200.
+soak: setup
+	.venv/bin/python -m experiments.soak
+
 # Time a step against its rivals and the memory floor.
 bench: setup
 	@mkdir -p build
@@ -32,7 +36,7 @@ bench: setup
 setup: .venv/.stamp
 
 .venv/.stamp: pyproject.toml constraints.txt | .venv/bin/pip
-	.venv/bin/python -m pip install -c constraints.txt -e ".[torch,dev]"
+	.venv/bin/python -m pip install -c constraints.txt -e ".[torch,experiments,dev]"
 	@touch $@
 
 # pip is the last thing that venv installs, so where it exists the environment is whole.

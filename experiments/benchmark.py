@@ -119,6 +119,7 @@ ON_JAX: dict[str, Callable[..., Rival]] = {
     "ours": rivals.ours,
     "train_state": rivals.train_state,
     "our_adamw": rivals.our_adamw,
+    "mixed": rivals.mixed,
     "optax_adamw": rivals.per_slot_adamw,
     "loop": rivals.looped_muon,
     "vmap": rivals.vmapped_muon,
@@ -215,6 +216,9 @@ def claims(workload: Workload, timings: dict[str, Timing], curves: Sequence[Curv
             Claim("first call, s", ours.first_call_seconds, "<=", 10.0),
             Claim("peak memory / parameters, gradients, state", ours.peak_memory, "<=", 1.25),
         ]
+    if "mixed" in timings:
+        own = ours.median + timings["our_adamw"].median
+        found.append(Claim("mixed pool / Muon + AdamW", timings["mixed"].median / own, "<=", 1.0))
     if "torch" in timings:
         found.append(Claim("torch / ours", slower("torch"), ">=", 3.5 if large else 10.0))
     found += [

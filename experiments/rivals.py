@@ -144,9 +144,12 @@ def optax_schedule() -> optax.Schedule:
 # --- ours ---------------------------------------------------------------------------------------
 
 
-def lifted(name: str, config: OptimizerConfig, params: Arrays, grads: PyTree) -> Rival:
-    """`multi_lora_optimizer` with schedule and apply, without a training state around it."""
-    tx = multi_lora_optimizer(config)
+def lifted(name: str, params: Arrays, grads: PyTree, *configs: OptimizerConfig) -> Rival:
+    """`multi_lora_optimizer` with schedule and apply, without a training state around it.
+
+    With several configurations the slots have them in turn.
+    """
+    tx = multi_lora_optimizer(*configs)
     params = on_device(params)
     n_slots = len(jax.tree.leaves(params)[0])
     schedule = param_schedule(slot_schedules(n_slots))
@@ -154,7 +157,8 @@ def lifted(name: str, config: OptimizerConfig, params: Arrays, grads: PyTree) ->
     def step(state, grads):
         params, opt_state, samples = state
         lr, wd = schedule(samples)
-        updates, opt_state = tx.update(grads, opt_state, params, learning_rate=lr, weight_decay=wd)
+        own = dict(learning_rate=lr, weight_decay=wd, family=jnp.arange(n_slots) % len(configs))
+        updates, opt_state = tx.update(grads, opt_state, params, **own)
         return optax.apply_updates(params, updates), opt_state, samples + BATCH_SIZE
 
     state = (params, tx.init(params), jnp.zeros(n_slots, jnp.int32))
@@ -163,12 +167,17 @@ def lifted(name: str, config: OptimizerConfig, params: Arrays, grads: PyTree) ->
 
 def ours(params: Arrays, grads: PyTree) -> Rival:
     """Our per-slot Muon."""
-    return lifted("ours: per-slot Muon", MUON, params, grads)
+    return lifted("ours: per-slot Muon", params, grads, MUON)
 
 
 def our_adamw(params: Arrays, grads: PyTree) -> Rival:
     """Our per-slot AdamW."""
-    return lifted("ours: per-slot AdamW", ADAM, params, grads)
+    return lifted("ours: per-slot AdamW", params, grads, ADAM)
+
+
+def mixed(params: Arrays, grads: PyTree) -> Rival:
+    """One pool in which every other slot has Muon and the rest AdamW."""
+    return lifted("ours: Muon and AdamW mixed", params, grads, MUON, ADAM)
 
 
 def train_state(

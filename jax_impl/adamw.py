@@ -51,8 +51,11 @@ def adamw(
     defaults = dict(learning_rate=learning_rate, weight_decay=weight_decay, b1=b1, b2=b2, eps=eps)
 
     def init_fn(params):
-        zeros = jax.tree.map(zeros_like_master, params)
-        return AdamState(step=jnp.zeros((), jnp.int32), exp_avg=zeros, exp_avg_sq=zeros)
+        return AdamState(
+            step=jnp.zeros((), jnp.int32),
+            exp_avg=jax.tree.map(zeros_like_master, params),
+            exp_avg_sq=jax.tree.map(zeros_like_master, params),
+        )
 
     def update_fn(updates, state, params=None, **extra):
         lr, wd, b1, b2, eps = hyperparameters(defaults, extra)

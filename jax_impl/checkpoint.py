@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from tenant_format import array_digest, digest
 FORMAT = "perslot-checkpoint"
 VERSION = 1
 ITEMS = ("arrays", "metadata")
+# Old checkpoints are moved here, at once and whole, before their files are deleted one by one.
+REMOVED = "removed"
 
 
 class CheckpointError(ValueError):
@@ -51,7 +54,9 @@ class TenantCheckpoints:
         """
         self.directory = Path(directory).absolute()
         self.configs = configs
-        self._options = ocp.CheckpointManagerOptions(max_to_keep=max_to_keep, create=True)
+        self._options = ocp.CheckpointManagerOptions(
+            max_to_keep=max_to_keep, create=True, todelete_subdir=REMOVED
+        )
         self._managers: dict[str, ocp.CheckpointManager] = {}
 
     def save(self, name: str, state: SlotTrainState, slot: int) -> int:
@@ -65,6 +70,8 @@ class TenantCheckpoints:
         tenant = state.tenant(slot)
         arrays = tenant_arrays(tenant)
         manager = self._manager(name)
+        manager.wait_until_finished()
+        self._sweep(name)
         number = (manager.latest_step() or 0) + 1
         metadata = {
             "format": FORMAT,
@@ -135,11 +142,13 @@ class TenantCheckpoints:
 
     def wait(self) -> None:
         """Returns when everything that was saved is on disk."""
-        for manager in self._managers.values():
+        for name, manager in self._managers.items():
             manager.wait_until_finished()
+            self._sweep(name)
 
     def close(self) -> None:
         """Waits, and frees the threads."""
+        self.wait()
         for manager in self._managers.values():
             manager.close()
         self._managers.clear()
@@ -158,6 +167,10 @@ class TenantCheckpoints:
             raise CheckpointError(f"{self.directory / name}: {wanted}; there are {steps}")
         number = number or steps[-1]
         return number, self.directory / name / str(number)
+
+    def _sweep(self, name: str) -> None:
+        """Deletes what was moved away."""
+        shutil.rmtree(self.directory / name / REMOVED, ignore_errors=True)
 
     def _manager(self, name: str) -> ocp.CheckpointManager:
         if not re.fullmatch(r"\w[\w.-]*", name):

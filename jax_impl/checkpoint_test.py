@@ -13,7 +13,7 @@ from jax_impl.config import OptimizerConfig
 from jax_impl.multi_lora import multi_lora_optimizer
 from jax_impl.per_slot import per_slot
 from jax_impl.schedule import slot_schedule
-from jax_impl.testing import assert_same_bits
+from jax_impl.testing import assert_same_bits, damage_a_file
 from jax_impl.train_state import SlotTrainState
 
 MUON = OptimizerConfig(optimizer="muon", muon_fp32_matmul_prec="highest")
@@ -173,31 +173,11 @@ def test_numbers_count_up_and_old_ones_go(tmp_path):
                 checkpoints.save(name, state, 0)
 
 
-def damage(folder, rng):
-    """Flips a bit, cuts a file short, empties it, swaps two or removes one; says which."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    path, other = rng.sample(files, 2)
-    data = path.read_bytes()
-    match rng.choice(["flip", "cut", "empty", "swap", "remove"]):
-        case "flip":
-            at = rng.randrange(max(len(data), 1))
-            path.write_bytes(data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :])
-        case "cut":
-            path.write_bytes(data[: rng.randrange(len(data))])
-        case "empty":
-            path.write_bytes(b"")
-        case "swap":
-            path.write_bytes(other.read_bytes())
-            other.write_bytes(data)
-        case "remove":
-            path.unlink()
-
-
 def restored_or_refused(folder, scratch, expected, seed):
     """Damages a copy of the checkpoints and restores: True if exactly, False if refused."""
     shutil.rmtree(scratch, ignore_errors=True)
     shutil.copytree(folder, scratch)
-    damage(scratch / "alice", random.Random(seed))
+    damage_a_file(scratch / "alice", random.Random(seed))
     busy = install(make_pool(), 0, seed=3)
     with TenantCheckpoints(scratch, MUON) as checkpoints:
         try:

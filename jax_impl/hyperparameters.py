@@ -41,5 +41,10 @@ def require_params(params: Any) -> None:
 
 
 def parameter_name(path: tuple[Any, ...]) -> str:
-    """A leaf's path in its tree, joined by dots: what configurations name parameters by."""
+    """A leaf's path in its tree, joined by dots: what configurations name parameters by.
+
+    The ``.value`` in which the path of a ``flax.nnx`` variable ends is no part of its name.
+    """
+    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
+        path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -8,8 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_impl.adamw import AdamState
+from jax_impl.clip import ClipState
 from jax_impl.config import OptimizerConfig
 from jax_impl.hyperparameters import parameter_name
+from jax_impl.lion import LionState
+from jax_impl.muon import MuonState
 from jax_impl.per_slot import take_slot
 from jax_impl.schedule import (
     LR_DECAY_STYLES,
@@ -25,6 +29,10 @@ STYLES = {
     "lr_decay_style": LR_DECAY_STYLES,
     "wd_incr_style": WD_INCR_STYLES,
     "lr_wsd_decay_style": WSD_DECAY_STYLES,
+}
+# What our transforms call what they keep, see `AdamState`, `LionState`, `MuonState`, `ClipState`.
+STATE_FIELDS = {
+    field for state in (AdamState, LionState, MuonState, ClipState) for field in state._fields
 }
 
 
@@ -150,10 +158,10 @@ def load_tenant(
 
 def state_field(path: tuple[Any, ...]) -> tuple[str, str]:
     """The field of an optimizer state that a leaf belongs to, and the parameter's name or ""."""
-    last = max(
-        (i for i, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey)), default=-1
-    )
-    return path[last].name if last >= 0 else "", parameter_name(path[last + 1 :])
+    for i, key in reversed(list(enumerate(path))):
+        if isinstance(key, jax.tree_util.GetAttrKey) and key.name in STATE_FIELDS:
+            return key.name, parameter_name(path[i + 1 :])
+    return "", parameter_name(path)
 
 
 def clocked_names(opt_state: Any, path: tuple[Any, ...]) -> list[str]:

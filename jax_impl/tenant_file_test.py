@@ -1,11 +1,15 @@
 import random
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jax_impl.checkpoint_test import ADAM, MUON, install, make_pool, same_tenant, train
+from jax_impl.multi_lora import multi_lora_optimizer
+from jax_impl.schedule import slot_schedule
 from jax_impl.tenant_file import load_tenant, save_tenant
+from jax_impl.train_state import SlotTrainState
 from tenant_format import TenantFileError, read, write
 
 
@@ -95,3 +99,33 @@ def test_errors(tmp_path):
         load_tenant(path, state, 1, MUON)
     assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
     assert jax.tree.leaves(state)
+
+
+def test_parameters_of_flax_nnx(tmp_path):
+    """A model's variables are the tree; names are the attributes', without nnx's ``.value``."""
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Adapter(nnx.Module):
+        def __init__(self, rngs):
+            self.linear_in = nnx.Param(jax.random.normal(rngs.params(), (4, 12)))
+            self.linear_out = nnx.Param(jnp.zeros((10, 4)))
+            self.bias = nnx.Param(jnp.ones(10))
+
+    graph, params = nnx.split(Adapter(nnx.Rngs(0)), nnx.Param)
+    pool = jax.tree.map(lambda x: jnp.zeros((3, *x.shape)), params)
+    state = SlotTrainState.create(multi_lora_optimizer(MUON), pool, rank=4)
+    schedule = slot_schedule(lr=0.1, batch_size=1, weight_decay=0.5)
+    state = state.install(1, params, rank=4, batch_size=1, schedule=schedule)
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    state = state.accumulate(zeros, jnp.array([0, 1, 0]))
+    state, report = jax.jit(SlotTrainState.step, donate_argnums=0)(state)
+    assert report.stepped.tolist() == [False, True, False]
+    model = nnx.merge(graph, state.tenant(1).params)
+    assert (model.bias[...] == 1).all()  # a bias is not decayed, and its gradient is zero
+    assert not (model.linear_in[...] == params["linear_in"][...]).all()
+    save_tenant(tmp_path / "a.safetensors", state, 1, MUON)
+    arrays, record = read(tmp_path / "a.safetensors")
+    assert {"linear_in/master", "linear_in/momentum_buffer", "bias/exp_avg"} <= arrays.keys()
+    assert record["clocks"] == {"bias": 1}
+    loaded = load_tenant(tmp_path / "a.safetensors", state, 0, MUON)
+    same_tenant(loaded.tenant(0).params, state.tenant(1).params)

@@ -1,5 +1,8 @@
 """What the tests of this package share."""
 
+import pathlib
+import random
+
 import jax
 import numpy as np
 
@@ -27,3 +30,28 @@ def relative_error(actual, expected) -> float:
     """|actual - expected| / |expected| in the Frobenius norm, in float64."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+def damage_a_file(folder: pathlib.Path, rng: random.Random) -> str:
+    """Flips a bit of a file, cuts it short, empties it, swaps it with another or removes it.
+
+    Returns which.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    path, other = rng.sample(files, 2)
+    data = path.read_bytes()
+    kind = rng.choice(["flip", "cut", "empty", "swap", "remove"])
+    match kind:
+        case "flip":
+            at = rng.randrange(len(data))
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :])
+        case "cut":
+            path.write_bytes(data[: rng.randrange(len(data))])
+        case "empty":
+            path.write_bytes(b"")
+        case "swap":
+            path.write_bytes(other.read_bytes())
+            other.write_bytes(data)
+        case "remove":
+            path.unlink()
+    return kind

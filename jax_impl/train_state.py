@@ -111,15 +111,18 @@ class SlotTrainState:
         masters = jax.tree.map(
             lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params
         )
-        counts = jnp.zeros(size, jnp.int32)
+
+        def counts():
+            return jnp.zeros(size, jnp.int32)  # each its own, or the state could not be donated
+
         return cls(
             params=masters,
             grad_buffer=jax.tree.map(jnp.zeros_like, masters),
-            accumulated=counts,
-            samples=counts,
-            batch_size=counts,
-            rank=counts,
-            family=counts,
+            accumulated=counts(),
+            samples=counts(),
+            batch_size=counts(),
+            rank=counts(),
+            family=counts(),
             schedule=jax.tree.map(lambda x: jnp.stack([x] * size), as_arrays(FREE)),
             opt_state=tx.init(masters),
             tx=tx,

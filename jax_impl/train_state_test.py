@@ -741,3 +741,51 @@ def test_co_tenants_never_change(operations):
         elif operation == "retire" and len(occupied) > 1:
             state = retire(state, occupied[1])
         assert_same_tenant(state.tenant(2), alone)
+
+
+@pytest.mark.parametrize(
+    "configs",
+    [
+        [OptimizerConfig(optimizer="adam")],
+        [OptimizerConfig(optimizer="muon"), OptimizerConfig(optimizer="adam")],
+        [OptimizerConfig(optimizer="muon", muon_scalar_optimizer="lion", decoupled_lr=0.1)],
+        [OptimizerConfig(optimizer="adaptive_muon")],
+    ],
+)
+def test_a_fresh_pool_can_be_donated(configs):
+    """No two of its leaves may share a buffer."""
+    state = empty_pool(multi_lora_optimizer(*configs))
+    doubled = jax.jit(lambda s: jax.tree.map(lambda x: x * 2, s), donate_argnums=0)(state)
+    assert_same_bits(doubled.params, empty_pool().params)
+
+
+def test_hyperparameters_of_each_step_share_one_program():
+    run = jax.jit(lambda state, **floats: state.step(**floats))
+    state = accumulate(filled_pool(), gradients(1), jnp.asarray([2, 0, 3]))
+    floats = dict(learning_rate=0.1, weight_decay=0.2, momentum=0.9, b1=0.8, b2=0.9, eps=1e-6)
+    floats |= dict(max_norm=0.5)
+    results = []
+    for factor in (1.0, 0.5, 0.25):
+        after, _ = run(state, **{name: jnp.float32(factor * x) for name, x in floats.items()})
+        results.append(after)
+    assert run._cache_size() == 1
+    for name in SHAPES:
+        assert (results[0].params[name][0] != results[1].params[name][0]).any(), name
+
+
+def test_hyperparameters_are_each_slots_own():
+    """A slot steps as it would if its numbers were everyone's."""
+    state = accumulate(filled_pool(), gradients(1), jnp.asarray([2, 0, 3]))
+    for name, values in (
+        ("learning_rate", (0.1, 0.3)),
+        ("weight_decay", (0.0, 0.5)),
+        ("momentum", (0.5, 0.9)),
+        ("b1", (0.5, 0.9)),
+        ("b2", (0.9, 0.99)),
+        ("eps", (1e-8, 1e-2)),
+        ("max_norm", (0.1, 1.0)),
+    ):
+        mixed, _ = step(state, **{name: jnp.asarray([values[0], 0.0, values[1]])})
+        for slot, value in ((0, values[0]), (2, values[1])):
+            alike, _ = step(state, **{name: jnp.full(S, value)})
+            assert_same_tenant(mixed.tenant(slot), alike.tenant(slot))
