@@ -26,7 +26,13 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from jax_impl import OptimizerConfig, SlotTrainState, multi_lora_optimizer, slot_schedule
+from jax_impl import (
+    OptimizerConfig,
+    SlotTrainState,
+    multi_lora_optimizer,
+    pad_slots,
+    slot_schedule,
+)
 from jax_impl.checkpoint import CheckpointError, TenantCheckpoints
 from jax_impl.testing import bits, damage_a_file
 
@@ -43,7 +49,6 @@ SHAPES = {
     "k.linear_out": (24, RANK),
 }
 RANKS = (2, 5, RANK)
-BUCKETS = (2, 4, N_SLOTS)
 
 # --- the pool, every operation one program ------------------------------------------------------
 
@@ -79,12 +84,6 @@ def adapter(seed: int, rank: int) -> dict[str, np.ndarray]:
         if name.endswith("linear_out"):
             x[:, rank:] = 0
     return arrays
-
-
-def indices(slots: list[int]) -> np.ndarray:
-    """The slots, padded to the next bucket."""
-    bucket = next(size for size in BUCKETS if size >= len(slots))
-    return np.array([*slots, *[-1] * (bucket - len(slots))], np.int32)
 
 
 # --- lives --------------------------------------------------------------------------------------
@@ -249,7 +248,7 @@ class Soak:
     def step(self) -> list[int]:
         waiting = [slot for slot, life in self.lives.items() if life.pending is not None]
         slots = self.rng.sample(waiting, self.rng.randint(1, len(waiting)))
-        padded, lr = indices(slots), self.rng.choice((0.003, 0.02))
+        padded, lr = pad_slots(slots, N_SLOTS), self.rng.choice((0.003, 0.02))
         self.state, report = step(self.state, padded, rates(lr))
         assert np.array_equal(np.flatnonzero(report.stepped), sorted(slots))
         for slot in slots:

@@ -9,7 +9,7 @@ from jax_impl.lion import LionState, lion
 from jax_impl.multi_lora import multi_lora_optimizer
 from jax_impl.muon import MuonState, muon
 from jax_impl.newton_schulz import newton_schulz
-from jax_impl.per_slot import per_slot, put_slot, reset_slots, take_slot
+from jax_impl.per_slot import pad_slots, per_slot, put_slot, reset_slots, take_slot
 from jax_impl.pieces import Split
 from jax_impl.schedule import ParamScheduleConfig, param_schedule, slot_schedule
 from jax_impl.train_state import SlotTrainState, StepReport
@@ -33,6 +33,7 @@ __all__ = [
     "multi_lora_optimizer",
     "muon",
     "newton_schulz",
+    "pad_slots",
     "param_schedule",
     "per_slot",
     "put_slot",

@@ -4,6 +4,7 @@ A *stacked* tree carries a leading slot axis of length S on every leaf. Everythi
 is about that axis: mapping over it, selecting along it, taking one slot out of it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -141,6 +142,21 @@ def put_slot(tree: PyTree, i: Any, slot_tree: PyTree) -> PyTree:
         return x.at[_drop_outside(jnp.asarray(i), x.shape[0])].set(one, mode="drop")
 
     return jax.tree_util.tree_map_with_path(put, tree, slot_tree)
+
+
+def pad_slots(slots: Sequence[int], n_slots: int) -> np.ndarray:
+    """Returns the indices int32 (k,), padded so that k is a power of two or ``n_slots``.
+
+    The padding names no slot. However many slots step, there are only log2(S) + 1 lengths, and as
+    many programs.
+
+    Raises:
+      ValueError: more slots than there are.
+    """
+    if len(slots) > n_slots:
+        raise ValueError(f"slots has {len(slots)} entries; this pool has {n_slots} slots")
+    length = min(1 << max(len(slots) - 1, 0).bit_length(), n_slots)
+    return np.array([*slots, *[-1] * (length - len(slots))], np.int32)
 
 
 def slot_count(fallback: int | None = None, **trees: PyTree) -> int:

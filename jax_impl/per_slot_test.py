@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_impl.adamw import adamw
-from jax_impl.per_slot import per_slot, put_slot, reset_slots, take_slot
+from jax_impl.per_slot import pad_slots, per_slot, put_slot, reset_slots, take_slot
 from jax_impl.testing import assert_same_bits
 
 S = 4
@@ -439,3 +439,16 @@ def test_slots_outside_the_pool_are_refused_and_under_jit_not_written(i):
 def test_put_slot_neither_rounds_nor_broadcasts(one, message):
     with pytest.raises(ValueError, match=message):
         put_slot(stacked(0), 1, one)
+
+
+@pytest.mark.parametrize("n_slots", [1, 5, 8, 64])
+def test_padded_lengths_are_few(n_slots):
+    lengths = set()
+    for count in range(n_slots + 1):
+        padded = pad_slots(range(count), n_slots)
+        assert padded.dtype == np.int32 and padded[:count].tolist() == list(range(count))
+        assert (padded[count:] == -1).all()
+        lengths.add(len(padded))
+    assert len(lengths) <= np.ceil(np.log2(n_slots)) + 1 and max(lengths) <= n_slots
+    with pytest.raises(ValueError, match=f"slots has {n_slots + 1} entries"):
+        pad_slots(range(n_slots + 1), n_slots)
