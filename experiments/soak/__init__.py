@@ -1,0 +1,1 @@
+"""``python -m experiments.soak``: weeks of a pool's life in minutes, crashes included."""
