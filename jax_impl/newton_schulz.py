@@ -204,14 +204,12 @@ class _Products(NamedTuple):
 
     def gram(self, x: jax.Array) -> jax.Array:
         """xxᵀ for a wide x, xᵀx for a tall one: (..., r, r)."""
-        spec = "...ik,...jk->...ij" if self.wide else "...ki,...kj->...ij"
-        return self._einsum(spec, x, x)
+        return self._product(x, x, (-1, -1) if self.wide else (-2, -2))
 
     def apply(self, q: jax.Array, x: jax.Array) -> jax.Array:
         """qx for a wide x, xqᵀ for a tall one."""
         # q is symmetric but for rounding; transposed, a tall x sees what its transpose would.
-        spec = "...ij,...jk->...ik" if self.wide else "...ki,...ji->...kj"
-        return self._einsum(spec, *((q, x) if self.wide else (x, q)))
+        return self._product(q, x, (-1, -2)) if self.wide else self._product(x, q, (-1, -1))
 
     def round(self, x: jax.Array) -> jax.Array:
         """What the precision makes of a number that is kept between products."""
@@ -223,11 +221,16 @@ class _Products(NamedTuple):
         """ax, not rounded."""
         return a * x.astype(self.dtype)
 
-    def _einsum(self, spec: str, *operands: jax.Array) -> jax.Array:
+    def _product(self, a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
+        """Sums over an axis of each, matrix by matrix; `jnp.einsum`, but quick to trace."""
         if self.prec == "medium":
-            operands = tuple(x.astype(jnp.bfloat16) for x in operands)
+            a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+        batch = tuple(range(a.ndim - 2))
+        summed = (a.ndim + axes[0],), (b.ndim + axes[1],)
         precision = "high" if self.prec == "high" else "highest"
-        return jnp.einsum(spec, *operands, precision=precision, preferred_element_type=self.dtype)
+        return jax.lax.dot_general(
+            a, b, (summed, (batch, batch)), precision, preferred_element_type=self.dtype
+        )
 
 
 def _standard_form(xs, coefficients, products, eps):
