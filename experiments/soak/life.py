@@ -41,6 +41,11 @@ SHAPES = {
 }
 RANKS = (2, 5, RANK)
 
+# In two thirds of the operations; states are copied to the host and back all the time.
+MAX_GROWTH = 64  # MiB
+# One per operation, rank and length of an index.
+MAX_PROGRAMS = len(RANKS) + 5 + 5
+
 # --- the pool, every operation one program ------------------------------------------------------
 
 
@@ -314,6 +319,8 @@ def soak(operations: int, seed: int, directory: Path) -> dict[str, Any]:
         pool.operate()
     grown = resident_mebibytes() - memory
     new_programs = programs() - compiled
+    assert grown < MAX_GROWTH, f"grew by {grown:.0f} MiB since a third of the operations"
+    assert programs() <= MAX_PROGRAMS, f"{programs()} programs were compiled"
     mine = slot_bits(pool.state)
     for slot, life in pool.lives.items():
         if slot_bits(twin(life, slot))[slot] != mine[slot]:
