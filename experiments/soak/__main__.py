@@ -28,6 +28,8 @@ def main(
         ):
             if not count:
                 continue
+            if run is damage_checkpoints:
+                print("(tracebacks on a closed event loop are TensorStore's, of reads it gave up)")
             try:
                 console.print(name, run(count, seed, Path(folder) / name))
             except AssertionError as error:

@@ -310,7 +310,7 @@ def soak(operations: int, seed: int, directory: Path) -> dict[str, Any]:
     Raises:
         AssertionError: a co-tenant changed, an invariant broke, or a twin differs.
     """
-    pool = Soak(seed, directory)
+    pool, before = Soak(seed, directory), programs()
     third = operations // 3
     compiled, memory = 0, 0.0
     for index in track(range(operations), "operations", transient=True):
@@ -320,7 +320,8 @@ def soak(operations: int, seed: int, directory: Path) -> dict[str, Any]:
     grown = resident_mebibytes() - memory
     new_programs = programs() - compiled
     assert grown < MAX_GROWTH, f"grew by {grown:.0f} MiB since a third of the operations"
-    assert programs() <= MAX_PROGRAMS, f"{programs()} programs were compiled"
+    compiled_here = programs() - before
+    assert compiled_here <= MAX_PROGRAMS, f"{compiled_here} programs were compiled"
     mine = slot_bits(pool.state)
     for slot, life in pool.lives.items():
         if slot_bits(twin(life, slot))[slot] != mine[slot]:
@@ -330,7 +331,7 @@ def soak(operations: int, seed: int, directory: Path) -> dict[str, Any]:
         "operations": dict(sorted(pool.counts.items())),
         "twins": len(pool.lives),
         "steps of the oldest": max((len(life.steps) for life in pool.lives.values()), default=0),
-        "programs": programs(),
+        "programs": compiled_here,
         "programs since a third": new_programs,
         "MiB grown since a third": round(grown, 1),
     }
