@@ -535,7 +535,9 @@ def _wd_rise(samples: int, wd_incr_steps: int, style: str) -> float:
 
 
 def _lerp(start: np.ndarray, end: np.ndarray, weight: float) -> np.ndarray:
-    return start + weight * (end - start)
+    # Not start + weight * (end - start): where the start is 1e22 times as large, and it has no
+    # weight, it would take all digits of the end with it.
+    return (1 - weight) * start + weight * end
 
 
 def _bias_correction(beta: float, clock: int) -> float:

@@ -509,3 +509,11 @@ def test_schedule_weight_decay_is_well_conditioned_at_its_start():
 def test_schedule_refuses_unknown_styles(change, message):
     with pytest.raises(ValueError, match=message):
         oracle.schedule(95, **(_fields() | change))
+
+
+def test_a_moment_without_memory_is_what_was_seen_last():
+    """However large it was before: beta2 = 0."""
+    orthogonal, before = np.full((2, 3), 0.75), np.full((2, 3), 1e25)
+    arguments = dict(method="adamuon", beta2=0.0, eps=1e-8)
+    _, moment2 = oracle.adapt_muon(orthogonal, before, orthogonal, orthogonal, **arguments)
+    assert np.array_equal(moment2, orthogonal**2)
