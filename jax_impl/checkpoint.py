@@ -1,7 +1,6 @@
 """Checkpoints of single tenants, with Orbax: one folder each, whole or not there at all."""
 
 import dataclasses
-import json
 import re
 import shutil
 from collections.abc import Mapping
@@ -14,9 +13,9 @@ import orbax.checkpoint as ocp
 
 from jax_impl.config import OptimizerConfig
 from jax_impl.hyperparameters import parameter_name
-from jax_impl.tenant import tenant_arrays, tenant_from_arrays
+from jax_impl.tenant import check_configs, tenant_arrays, tenant_from_arrays
 from jax_impl.train_state import SlotTrainState
-from tenant_format import array_digest, digest
+from tenant_format import array_digest, digest, training_settings
 
 FORMAT = "perslot-checkpoint"
 VERSION = 1
@@ -52,6 +51,8 @@ class TenantCheckpoints:
             other optimizers.
           max_to_keep: so many checkpoints of each tenant, the newest; None keeps all.
         """
+        if max_to_keep is not None and max_to_keep < 1:
+            raise ValueError(f"max_to_keep is {max_to_keep}; it must be at least 1, or None")
         self.directory = Path(directory).absolute()
         self.configs = configs
         self._options = ocp.CheckpointManagerOptions(
@@ -65,8 +66,10 @@ class TenantCheckpoints:
         Returns its number.
 
         Raises:
-          ValueError: the slot is free, or ``name`` is no plain file name.
+          ValueError: the slot is free, ``name`` is no plain file name, or the pool was made with
+            other configurations.
         """
+        self._check_configs(state)
         tenant = state.tenant(slot)
         arrays = tenant_arrays(tenant)
         manager = self._manager(name)
@@ -86,6 +89,7 @@ class TenantCheckpoints:
             },
             "param_dtype": np.dtype(tenant.param_dtype).name,
             "config": as_json(self.configs[int(tenant.family)]) if self.configs else None,
+            "family": int(tenant.family),
             "arrays": {key: array_digest(x) for key, x in arrays.items()},
         }
         manager.save(
@@ -111,11 +115,12 @@ class TenantCheckpoints:
         Raises:
           CheckpointError: there is none, or it is damaged, of another configuration, or does not
             fit the pool; the message names the folder and the field.
-          ValueError: the slot is occupied.
+          ValueError: the slot is occupied, or the pool was made with other configurations.
         """
+        self._check_configs(state)
         number, where = self._find(name, number)
         metadata, arrays = self._read(name, number, where)
-        family = self._family(metadata, where)
+        family = self._family(metadata, where, state.n_families)
         try:
             tenant = tenant_from_arrays(
                 arrays, state, family=family, pool_rank=metadata["pool_rank"]
@@ -135,8 +140,11 @@ class TenantCheckpoints:
         return self._read_metadata(name, *self._find(name, number))
 
     def numbers(self, name: str) -> list[int]:
-        """The complete checkpoints of ``name``, oldest first."""
+        """The complete checkpoints of ``name``, oldest first, when what is being saved is, too."""
+        if not (self._folder(name)).is_dir():
+            return []
         manager = self._manager(name)
+        manager.wait_until_finished()
         manager.reload()
         return sorted(manager.all_steps())
 
@@ -168,16 +176,23 @@ class TenantCheckpoints:
         number = number or steps[-1]
         return number, self.directory / name / str(number)
 
+    def _check_configs(self, state: SlotTrainState) -> None:
+        if self.configs:
+            check_configs(state, self.configs)
+
+    def _folder(self, name: str) -> Path:
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise ValueError(f"name is {name!r}; give letters, digits, '_', '-' and '.' only")
+        return self.directory / name
+
     def _sweep(self, name: str) -> None:
         """Deletes what was moved away."""
         shutil.rmtree(self.directory / name / REMOVED, ignore_errors=True)
 
     def _manager(self, name: str) -> ocp.CheckpointManager:
-        if not re.fullmatch(r"\w[\w.-]*", name):
-            raise ValueError(f"name is {name!r}; give letters, digits, '_', '-' and '.' only")
         if name not in self._managers:
             self._managers[name] = ocp.CheckpointManager(
-                self.directory / name, options=self._options, item_names=ITEMS
+                self._folder(name), options=self._options, item_names=ITEMS
             )
         return self._managers[name]
 
@@ -209,6 +224,8 @@ class TenantCheckpoints:
                 f"{where}/metadata: format is {metadata['format']!r} version "
                 f"{metadata['version']}; this is {FORMAT!r} version {VERSION}"
             )
+        if metadata["name"] != name:
+            raise CheckpointError(f"{where}/metadata: name is {metadata['name']!r}, not {name!r}")
         return metadata
 
     def _read_item(self, name: str, number: int, where: Path, item: str, args: Any) -> Any:
@@ -218,11 +235,17 @@ class TenantCheckpoints:
         except Exception as error:  # Orbax and TensorStore raise all kinds on damaged files
             raise CheckpointError(f"{where / item}: cannot be read: {error}") from error
 
-    def _family(self, metadata: Mapping[str, Any], where: Path) -> int:
+    def _family(self, metadata: Mapping[str, Any], where: Path, n_families: int) -> int:
         """Which of our configurations the checkpoint was trained with."""
         mine, theirs = list(map(as_json, self.configs)), metadata["config"]
-        if theirs in mine or (not mine and theirs is None):
-            return mine.index(theirs) if mine else 0
+        if theirs in mine:
+            return mine.index(theirs)
+        if not mine and theirs is None:
+            if metadata["family"] < n_families:
+                return metadata["family"]
+            raise CheckpointError(
+                f"{where}/metadata: family is {metadata['family']}; this pool has {n_families}"
+            )
         if theirs is None or not mine:
             raise CheckpointError(
                 f"{where}/metadata: config is {theirs}; these checkpoints have {mine or None}"
@@ -236,8 +259,8 @@ class TenantCheckpoints:
 
 
 def as_json(config: OptimizerConfig) -> dict[str, Any]:
-    """A configuration as JSON gives it back."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
+    """How a configuration trains a tenant, as JSON gives it back."""
+    return training_settings(dataclasses.asdict(config))
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

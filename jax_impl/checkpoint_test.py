@@ -10,6 +10,7 @@ import pytest
 
 from jax_impl.checkpoint import CheckpointError, TenantCheckpoints
 from jax_impl.config import OptimizerConfig
+from jax_impl.families import by_family
 from jax_impl.multi_lora import multi_lora_optimizer
 from jax_impl.per_slot import per_slot
 from jax_impl.schedule import slot_schedule
@@ -221,3 +222,59 @@ def test_changed_metadata_are_refused(tmp_path, change, message):
         pytest.raises(CheckpointError, match=f"alice/1/metadata: .*{message}"),
     ):
         checkpoints.restore("alice", make_pool(), 0)
+
+
+def test_what_is_being_written_is_what_is_restored(tmp_path):
+    state = install(make_pool(), 0)
+    with TenantCheckpoints(tmp_path, MUON) as checkpoints:
+        checkpoints.save("alice", state, 0)
+        checkpoints.wait()
+        checkpoints.save("alice", train(state, 0, 1), 0)
+        assert int(checkpoints.restore("alice", make_pool(), 1).samples[1]) == 4
+
+
+def test_configurations_are_those_of_the_pool(tmp_path):
+    state = install(make_pool(MUON, ADAM), 0, family=1)
+    for configs in ((MUON,), (ADAM, MUON)):
+        with TenantCheckpoints(tmp_path, *configs) as checkpoints:
+            with pytest.raises(ValueError, match="this pool's optimizer is not"):
+                checkpoints.save("alice", state, 0)
+            with pytest.raises(ValueError, match="this pool's optimizer is not"):
+                checkpoints.restore("alice", state, 1)
+    assert not any(tmp_path.iterdir())  # nor does reading make folders
+    with pytest.raises(ValueError, match="max_to_keep is 0"):
+        TenantCheckpoints(tmp_path, max_to_keep=0)
+
+
+def test_families_without_configurations_keep_their_place(tmp_path):
+    def pool(*families):
+        tx = by_family(families) if len(families) > 1 else families[0]
+        return make_pool(tx=per_slot(tx))
+
+    families = [optax.sgd(0.1), optax.adam(1e-2)]
+    state = train(install(pool(*families), 2, family=1), 2, 2)
+    with TenantCheckpoints(tmp_path) as checkpoints:
+        checkpoints.save("alice", state, 2)
+        same_tenant(checkpoints.restore("alice", pool(*families), 0).tenant(0), state.tenant(2))
+        with pytest.raises(CheckpointError, match="family is 1; this pool has 1"):
+            checkpoints.restore("alice", pool(families[1]), 0)
+
+
+def test_random_keys_come_back(tmp_path):
+    tx = per_slot(optax.noisy_sgd(1e-2, key=jax.random.key(3)))
+    state = train(install(make_pool(tx=tx), 1), 1, 2)
+    with TenantCheckpoints(tmp_path) as checkpoints:
+        checkpoints.save("alice", state, 1)
+        restored = checkpoints.restore("alice", make_pool(tx=tx), 0)
+    same_tenant(train(restored, 0, 2).tenant(0), train(state, 1, 2).tenant(1))
+
+
+def test_a_folder_under_another_name_is_refused(tmp_path):
+    with TenantCheckpoints(tmp_path, MUON) as checkpoints:
+        checkpoints.save("alice", install(make_pool(), 0), 0)
+    (tmp_path / "alice").rename(tmp_path / "bob")
+    with (
+        TenantCheckpoints(tmp_path, MUON) as checkpoints,
+        pytest.raises(CheckpointError, match="bob/1/metadata: name is 'alice', not 'bob'"),
+    ):
+        checkpoints.restore("bob", make_pool(), 0)

@@ -37,7 +37,28 @@ def multi_lora_optimizer(*configs: OptimizerConfig) -> optax.GradientTransformat
         takes ``family``, int (S,), the place in ``configs`` of each slot's; see `by_family`.
     """
     families = [adapter_optimizer(config) for config in configs]
-    return per_slot(by_family(families) if len(families) > 1 else families[0])
+    return refuse_unknown(per_slot(by_family(families) if len(families) > 1 else families[0]))
+
+
+# What `update` takes beside gradients, state, parameters and ``slots``.
+EXTRA = {
+    *("learning_rate", "weight_decay", "momentum", "b1", "b2", "eps", "beta2", "moment2_eps"),
+    *("max_norm", "total_norm", "rank", "family", "schedule", "samples"),
+    "grad_norm_skip_threshold",  # of `SlotTrainState`
+}
+
+
+def refuse_unknown(
+    tx: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Raises TypeError on extra arguments that no transform of ours has: they would be ignored."""
+
+    def update_fn(updates, state, params=None, *, slots=None, **extra):
+        if unknown := sorted(extra.keys() - EXTRA):
+            raise TypeError(f"{unknown[0]} is none of {', '.join(sorted(EXTRA))}")
+        return tx.update(updates, state, params, slots=slots, **extra)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update_fn)
 
 
 def adapter_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:

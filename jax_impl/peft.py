@@ -15,6 +15,12 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # PEFT's names, ours, and the axis that is the rank.
 MATRICES = {"lora_A": ("linear_in", 0), "lora_B": ("linear_out", 1)}
 PREFIX = "base_model.model."
+# What PEFT's LoRA can be beside two matrices of one rank.
+MORE_THAN_PLAIN = (
+    *("use_dora", "use_rslora", "use_qalora", "lora_bias", "rank_pattern", "alpha_pattern"),
+    *("modules_to_save", "layer_replication", "target_parameters", "trainable_token_indices"),
+    "alora_invocation_tokens",
+)
 
 
 def export_adapter(
@@ -93,11 +99,20 @@ def import_adapter(directory: str | Path) -> tuple[dict[str, jax.Array], int, fl
         config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{directory / CONFIG}: cannot be read: {error}") from error
-    plain = {"peft_type": "LORA", "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}}
-    plain |= {"bias": "none", "use_rslora": False, "modules_to_save": None}
-    for field, value in plain.items():
-        if (config.get(field, value) or value) != value:
-            raise ValueError(f"{directory / CONFIG}: {field} is {config[field]!r}, not {value!r}")
+    if not isinstance(config, dict) or not isinstance(config.get("r"), int):
+        raise ValueError(f"{directory / CONFIG}: r is not a number")
+    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
+        raise ValueError(
+            f"{directory / CONFIG}: peft_type is {config.get('peft_type')!r} with bias "
+            f"{config.get('bias')!r}, not 'LORA' with 'none'"
+        )
+    for field in MORE_THAN_PLAIN:
+        if config.get(field):
+            raise ValueError(
+                f"{directory / CONFIG}: {field} is {config[field]!r}; plain LoRA has none"
+            )
+    if not isinstance(config.get("lora_alpha"), int | float):
+        raise ValueError(f"{directory / CONFIG}: lora_alpha is {config.get('lora_alpha')!r}")
     try:
         stored = load_file(directory / WEIGHTS)
     except (OSError, SafetensorError) as error:
@@ -105,10 +120,15 @@ def import_adapter(directory: str | Path) -> tuple[dict[str, jax.Array], int, fl
     adapter, rank = {}, config["r"]
     for path, x in stored.items():
         module, _, peft = path.removesuffix(".weight").removeprefix(PREFIX).rpartition(".")
-        if peft not in MATRICES or not path.endswith(".weight") or x.ndim != 2:
+        is_matrix = x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.floating)
+        if peft not in MATRICES or not path.endswith(".weight") or not is_matrix:
             raise ValueError(f"{directory / WEIGHTS}: {path} is no matrix of plain LoRA")
         name, axis = MATRICES[peft]
         if x.shape[axis] != rank:
             raise ValueError(f"{directory / WEIGHTS}: {path} has shape {x.shape}, but r is {rank}")
         adapter[f"{module}.{name}"] = x
+    for name in adapter:
+        module = name.rpartition(".")[0]
+        if not {f"{module}.{ours}" for ours, _ in MATRICES.values()} <= adapter.keys():
+            raise ValueError(f"{directory / WEIGHTS}: {module} has one of its two matrices only")
     return adapter, rank, config["lora_alpha"]

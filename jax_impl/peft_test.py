@@ -119,7 +119,9 @@ def test_what_is_no_adapter_is_refused(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("use_dora", True, "use_dora is True, not False"),
+        ("use_dora", True, "use_dora is True; plain"),
+        ("target_parameters", ["q"], "target_parameters is"),
+        ("lora_alpha", None, "lora_alpha is None"),
         ("rank_pattern", {"q": 3}, "rank_pattern is"),
         ("peft_type", "LOHA", "peft_type is 'LOHA'"),
         ("r", 4, "but r is 4"),

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_impl.config import OptimizerConfig
 from jax_impl.families import FamilyState
+from jax_impl.multi_lora import multi_lora_optimizer
 from jax_impl.per_slot import take_slot
 from jax_impl.train_state import SlotTrainState
 
@@ -22,7 +24,10 @@ def tenant_arrays(tenant: SlotTrainState) -> dict[str, np.ndarray]:
     family is there, so that pools with other families can take it.
     """
     leaves = jax.tree_util.tree_leaves_with_path(own_tree(tenant))
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+    return {
+        jax.tree_util.keystr(path): np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+        for path, leaf in leaves
+    }
 
 
 def tenant_from_arrays(
@@ -46,7 +51,14 @@ def tenant_from_arrays(
     if different := sorted(set(names) ^ arrays.keys()):
         whose = "is not there" if different[0] in names else "is none of this pool's"
         raise ValueError(f"{different[0]} {whose}")
-    own = treedef.unflatten([jnp.asarray(arrays[name]) for name in names])
+    own = treedef.unflatten(
+        [
+            jax.random.wrap_key_data(arrays[name], impl=jax.random.key_impl(leaf))
+            if is_key(leaf)
+            else jnp.asarray(arrays[name])
+            for name, (_, leaf) in zip(names, paths, strict=True)
+        ]
+    )
     opt_state = own.pop("opt_state")
     if isinstance(here.opt_state, FamilyState):
         one_slot = jax.tree.map(lambda p: jnp.zeros_like(p)[None], own["params"])
@@ -56,6 +68,23 @@ def tenant_from_arrays(
     return dataclasses.replace(
         here, **own, opt_state=opt_state, family=jnp.int32(family), pool_rank=pool_rank
     )
+
+
+def is_key(leaf: jax.Array) -> bool:
+    """Whether a leaf holds random keys, which NumPy does not know."""
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def check_configs(state: SlotTrainState, configs: tuple[OptimizerConfig, ...]) -> None:
+    """Refuses configurations that are not what the pool's optimizer was made with.
+
+    Raises:
+      ValueError: they are not.
+    """
+    if multi_lora_optimizer(*configs) is not state.tx:
+        raise ValueError(
+            f"configs are {configs}; this pool's optimizer is not multi_lora_optimizer of them"
+        )
 
 
 def own_tree(tenant: SlotTrainState) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from jax_impl.schedule import (
     WSD_DECAY_STYLES,
     ParamScheduleConfig,
 )
-from jax_impl.tenant import own_tree, tenant_from_arrays
+from jax_impl.tenant import check_configs, own_tree, tenant_from_arrays
 from jax_impl.train_state import SlotTrainState, as_arrays
 from tenant_format import TenantFileError, matching, read, training_settings, write
 
@@ -40,23 +40,24 @@ def save_tenant(
     path: str | Path,
     state: SlotTrainState,
     slot: int,
-    config: OptimizerConfig,
-    *,
+    *configs: OptimizerConfig,
     alpha: float | None = None,
 ) -> None:
     """Writes the tenant in ``slot``, all at once or not at all.
 
     Args:
       path: a .safetensors file.
-      state: a pool of `multi_lora_optimizer`.
+      state: a pool of ``multi_lora_optimizer(*configs)``.
       slot: the slot.
-      config: what its family was made with.
+      *configs: what the pool was made with.
       alpha: of the adapter, whose scaling is alpha / rank; trainers in JAX keep it in the model.
 
     Raises:
-      ValueError: the slot is free.
+      ValueError: the slot is free, or the pool was made with something else.
     """
+    check_configs(state, configs)
     tenant = state.tenant(slot)
+    config = configs[int(tenant.family)]
     arrays, clocks = {}, {}
     for path_in_tree, leaf in jax.tree_util.tree_leaves_with_path(own_tree(tenant)["opt_state"]):
         kind, name = state_field(path_in_tree)
@@ -68,7 +69,10 @@ def save_tenant(
     sums = {"grad_sum": tenant.grad_buffer} if tenant.accumulated else {}
     for kind, tree in {"master": tenant.params, **sums}.items():
         for path_in_tree, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            arrays[f"{parameter_name(path_in_tree)}/{kind}"] = np.asarray(leaf)
+            key = f"{parameter_name(path_in_tree)}/{kind}"
+            if key in arrays:
+                raise ValueError(f"two parameters have the name {parameter_name(path_in_tree)}")
+            arrays[key] = np.asarray(leaf)
     record = {
         "config": training_settings(dataclasses.asdict(config)),
         "rank": int(tenant.rank),
@@ -98,9 +102,14 @@ def load_tenant(
     Raises:
       TenantFileError: the file is damaged, of another configuration, or does not fit the pool; the
         message names the file and the field.
-      ValueError: the slot is occupied.
+      ValueError: the slot is occupied, or the pool was made with something else.
     """
+    check_configs(state, configs)
     arrays, record = read(path)
+    if not 0 <= record["accumulated"] <= record["batch_size"]:
+        raise TenantFileError(
+            f"{path}: accumulated is {record['accumulated']} of {record['batch_size']} samples"
+        )
     mine = [training_settings(dataclasses.asdict(config)) for config in configs]
     family = matching(mine, record["config"], path)
     here = dataclasses.replace(take_slot(state, 0), family=jnp.int32(family))
@@ -178,6 +187,14 @@ def schedule_record(schedule: ParamScheduleConfig) -> dict[str, Any]:
     """A slot's schedule as Megatron's ``OptimizerParamScheduler`` takes it."""
     record = {field.name: getattr(schedule, field.name) for field in dataclasses.fields(schedule)}
     return {
-        name: STYLES[name][int(value)] if name in STYLES else np.asarray(value).item()
+        name: STYLES[name][int(value)] if name in STYLES else shortest(np.asarray(value))
         for name, value in record.items()
     }
+
+
+def shortest(value: np.ndarray) -> int | float:
+    """The number with the fewest digits that is ``value`` in its dtype.
+
+    A rate that was 0.01 in float64, in another stack, is so again, to the last bit.
+    """
+    return float(str(value)) if value.dtype.kind == "f" else int(value)

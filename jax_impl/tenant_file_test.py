@@ -38,7 +38,7 @@ def test_goes_on_elsewhere_bit_for_bit(tmp_path, config, partial):
 
 def test_finds_its_family_and_another_rank(tmp_path):
     state = trained(MUON, ADAM, family=1, rank=4)
-    save_tenant(tmp_path / "a.safetensors", state, 1, ADAM)
+    save_tenant(tmp_path / "a.safetensors", state, 1, MUON, ADAM)
     loaded = load_tenant(tmp_path / "a.safetensors", make_pool(ADAM, MUON, rank=5), 0, ADAM, MUON)
     assert (int(loaded.family[0]), int(loaded.rank[0])) == (0, 4)
     mine, theirs = loaded.tenant(0).params, state.tenant(1).params
@@ -57,6 +57,9 @@ def test_finds_its_family_and_another_rank(tmp_path):
         (lambda a, r: r["clocks"].clear(), "clocks of"),
         (lambda a, r: r.update(rank=9), "rank is 9"),
         (lambda a, r: r["config"].update(muon_momentum=0.5), "config.muon_momentum is 0.5"),
+        (lambda a, r: r["config"].update(clip_grad=0.5), "config.clip_grad is 0.5"),
+        (lambda a, r: r["config"].update(rank_aware=True), "config.rank_aware is True"),
+        (lambda a, r: r.update(accumulated=9), "accumulated is 9 of 4 samples"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path, change, message):
@@ -129,3 +132,26 @@ def test_parameters_of_flax_nnx(tmp_path):
     assert record["clocks"] == {"bias": 1}
     loaded = load_tenant(tmp_path / "a.safetensors", state, 0, MUON)
     same_tenant(loaded.tenant(0).params, state.tenant(1).params)
+
+
+def test_what_is_not_the_pools_or_not_unique_is_refused(tmp_path):
+    path, state = tmp_path / "a.safetensors", trained(MUON, ADAM, family=1)
+    for configs in ((MUON,), (ADAM, MUON), ()):
+        with pytest.raises((ValueError, IndexError), match="this pool's optimizer|index"):
+            save_tenant(path, state, 1, *configs)
+        with pytest.raises((ValueError, IndexError), match="this pool's optimizer|index"):
+            load_tenant(path, state, 0, *configs)
+    same = {"a": {"b.c": jnp.zeros((1, 4, 6))}, "a.b": {"c": jnp.ones((1, 4, 6))}}
+    twice = SlotTrainState.create(multi_lora_optimizer(MUON), same, rank=4)
+    one = jax.tree.map(lambda x: x[0], same)
+    schedule = slot_schedule(lr=0.1, batch_size=1)
+    twice = twice.install(0, one, rank=4, batch_size=1, schedule=schedule)
+    with pytest.raises(ValueError, match="two parameters have the name a.b.c"):
+        save_tenant(path, twice, 0, MUON)
+
+
+def test_rates_are_the_decimals_that_they_were(tmp_path):
+    """0.05 in float32 is written as 0.05, for a stack that keeps float64."""
+    save_tenant(tmp_path / "a.safetensors", trained(), 1, MUON)
+    _, record = read(tmp_path / "a.safetensors")
+    assert record["schedule"]["max_lr"] == 0.05 and record["schedule"]["start_wd"] == 0.01

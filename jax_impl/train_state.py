@@ -193,7 +193,7 @@ class SlotTrainState:
             samples, a family that the pool has not, or weights of the wrong shape.
         """
         _check(self.occupied, slot, "slot {} is occupied; retire its adapter first", wanted=False)
-        if not 1 <= rank <= self.pool_rank:
+        if not isinstance(rank, int | np.integer) or not 1 <= rank <= self.pool_rank:
             raise ValueError(f"rank is {rank}; this pool holds ranks 1 to {self.pool_rank}")
         _at_least("batch_size", batch_size, 1)
         _at_least("samples", samples, 0)
@@ -239,7 +239,9 @@ class SlotTrainState:
         tenant = take_slot(self, slot)
         counts = tenant.accumulated > 0
         sums = jax.tree.map(lambda s: jnp.where(counts, s, 0), tenant.grad_buffer)
-        return dataclasses.replace(tenant, grad_buffer=sums)
+        # Under jit there is no adapter to place from a slot outside the pool.
+        batch_size = jnp.where(self._is_slot(slot), tenant.batch_size, 0)
+        return dataclasses.replace(tenant, grad_buffer=sums, batch_size=batch_size)
 
     def place(self, slot: Any, tenant: "SlotTrainState") -> "SlotTrainState":
         """Puts a `tenant`, with everything that it had, into a free slot.
@@ -257,9 +259,10 @@ class SlotTrainState:
             raise ValueError(
                 f"the tenant's rank is {tenant.rank}; this pool holds ranks 1 to {self.pool_rank}"
             )
-        allowed = ~take_slot(self.occupied, slot) & fits & (tenant.batch_size > 0)
+        fitted = fit_tenant(tenant, self)
+        allowed = self._is_free(slot) & fits & (tenant.batch_size > 0)
         slot = jnp.where(allowed, slot, self.n_slots)  # under jit nothing is written instead
-        return put_slot(self, slot, fit_tenant(tenant, self))
+        return put_slot(self, slot, fitted)
 
     def move(self, source: Any, target: Any) -> "SlotTrainState":
         """Moves the adapter of the slot ``source`` into the free slot ``target``.
@@ -267,7 +270,9 @@ class SlotTrainState:
         Raises:
           ValueError: ``source`` is free, or ``target`` occupied.
         """
-        return self.clone(source, target).retire(source)
+        tenant = self.tenant(source)
+        moved = self._is_free(target) & (tenant.batch_size > 0)
+        return self.place(target, tenant).retire(jnp.where(moved, source, self.n_slots))
 
     def clone(self, source: Any, target: Any) -> "SlotTrainState":
         """Branches the adapter of the slot ``source``: the free slot ``target`` goes on from it.
@@ -294,19 +299,17 @@ class SlotTrainState:
                 f"samples is {samples.dtype}{list(samples.shape)}; give integers ({self.n_slots},)"
             )
         samples = samples.astype(jnp.int32)
-        total = self.accumulated + samples
+        room = self.batch_size - self.accumulated
         _check_all(samples >= 0, "slot {}: samples is negative")
         _check_all((samples == 0) | self.occupied, "slot {} is free; it takes no samples")
-        _check_all(
-            (samples == 0) | (total <= self.batch_size), "slot {}: more samples than its batch size"
-        )
+        _check_all((samples == 0) | (samples <= room), "slot {}: more samples than its batch size")
         _check_like(grads, self.params)
-        added = (samples > 0) & self.occupied & (total <= self.batch_size)
+        added = (samples > 0) & self.occupied & (samples <= room)
         sums = jax.tree.map(lambda s, g: s + g.astype(s.dtype), self.grad_sum, grads)
         return dataclasses.replace(
             self,
             grad_buffer=select_slots(added, sums, self.grad_buffer),
-            accumulated=jnp.where(added, total, self.accumulated),
+            accumulated=jnp.where(added, self.accumulated + samples, self.accumulated),
         )
 
     def discard(self, slots: Any) -> "SlotTrainState":
@@ -351,6 +354,7 @@ class SlotTrainState:
             # it would otherwise write in place. One entry of padding keeps it from that.
             slots = jnp.append(slots, self.n_slots)
         per_slot_floats = {n: x for n, x in hyperparameters.items() if jnp.ndim(x) > 0}
+        slot_count(self.n_slots, state=self.batch_size, **per_slot_floats)
         chosen, chosen_floats = gather_slots((self, per_slot_floats), slots)
         stepped, report = chosen._step(chosen.ready, hyperparameters | chosen_floats)
         changed = ("params", "opt_state", "samples", "accumulated")
@@ -386,6 +390,7 @@ class SlotTrainState:
         )
         params = select_slots(stepped, optax.apply_updates(self.params, updates), self.params)
         samples = self.samples + jnp.where(stepped, self.batch_size, 0)
+        samples = jnp.where(samples < self.samples, jnp.iinfo(samples.dtype).max, samples)
         state = dataclasses.replace(
             self.discard(named), params=params, opt_state=opt_state, samples=samples
         )
@@ -395,6 +400,12 @@ class SlotTrainState:
         ]
         report = StepReport(stepped, named & ~stepped, norm, *used, samples)
         return state, select_slots(named, report, jax.tree.map(jnp.zeros_like, report))
+
+    def _is_slot(self, slot) -> jax.Array:
+        return (jnp.asarray(slot) >= 0) & (jnp.asarray(slot) < self.n_slots)
+
+    def _is_free(self, slot) -> jax.Array:
+        return self._is_slot(slot) & ~take_slot(self.occupied, jnp.clip(slot, 0, self.n_slots - 1))
 
     def _replace_slot(self, slot, **values) -> "SlotTrainState":
         """Writes ``values`` into one slot, with no gradient sum and fresh optimizer state."""
@@ -425,6 +436,12 @@ class SlotTrainState:
                 for have, want in zip(p.shape, wanted, strict=False)
             ]
             padded = jnp.pad(p, axes) if p.ndim == len(wanted) else p
+            if p.shape == wanted and wanted.count(self.pool_rank) == 1 and _is_known(p):
+                beyond = np.moveaxis(np.asarray(p), wanted.index(self.pool_rank), 0)[rank:]
+                if beyond.any():
+                    raise ValueError(
+                        f"params{jax.tree_util.keystr(path)} is not zero beyond its rank {rank}"
+                    )
             if padded.shape != wanted:
                 raise ValueError(
                     f"params{jax.tree_util.keystr(path)} has shape {p.shape}; this slot takes "
@@ -448,6 +465,11 @@ def fit_tenant(tenant: SlotTrainState, pool: SlotTrainState) -> SlotTrainState:
         for field in dataclasses.fields(pool)
         if field.metadata.get("static")
     }
+    if tenant.tx is not pool.tx and (tenant.n_families, pool.n_families) != (1, 1):
+        raise ValueError(
+            f"the tenant is of family {tenant.family} of another pool, whose families need not be "
+            "this one's; a checkpoint or a tenant file finds its own"
+        )
     own = dataclasses.replace(tenant, **static)
     if (got := jax.tree.structure(own)) != (want := jax.tree.structure(pool)):
         raise ValueError(f"the tenant has the structure {got}; the pool's is {want}")

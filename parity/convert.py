@@ -43,6 +43,8 @@ def convert(source: Path, target: Path, kind: str, *, alpha: float | None = None
     Raises:
         ValueError: a source that cannot be used, or no alpha for PEFT.
     """
+    if not source.exists():
+        raise ValueError(f"there is no {source}")
     loaded = read_tenant(source) if source.is_file() else read_checkpoint(source)
     alpha = loaded.alpha if alpha is None else alpha
     if kind == "tenant":
@@ -84,7 +86,7 @@ def config_from(settings: Mapping[str, Any], scalar: Iterable[str] = ()) -> Opti
     """The configuration of recorded settings; of Megatron's, those that ours has."""
     names = {field.name for field in dataclasses.fields(OptimizerConfig)}
     own = {name: value for name, value in settings.items() if name in names}
-    if scalar := tuple(scalar):
+    if (scalar := tuple(scalar)) and not own.get("embedding_or_output_parameters"):
         own["embedding_or_output_parameters"] = scalar
     return OptimizerConfig(**own)
 

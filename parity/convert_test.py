@@ -30,7 +30,9 @@ def test_to_peft(tmp_path):
     path, state = tmp_path / "a.safetensors", make_pool()
     params = {name: x for name, x in state.params.items() if name != "q.bias"}
     state = type(state).create(state.tx, params, rank=8)
-    weights = {name: x[0] + 1 for name, x in params.items()}
+    weights = {
+        name: x[0, :4] + 1 if name.endswith("in") else x[0, :, :4] + 1 for name, x in params.items()
+    }
     schedule = install(make_pool(), 0).tenant(0).schedule
     state = state.install(0, weights, rank=4, batch_size=1, schedule=schedule)
     save_tenant(path, state, 0, MUON)

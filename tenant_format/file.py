@@ -20,7 +20,11 @@ FORMAT = "perslot-tenant"
 VERSION = 1
 
 # The fields of a configuration that say how a tenant is trained; the rest says where.
-TRAINING = ("optimizer", "decoupled_weight_decay", "weight_decay_method")
+TRAINING = (
+    *("optimizer", "clip_grad", "decoupled_lr", "decoupled_min_lr", "decoupled_weight_decay"),
+    *("weight_decay_method", "custom_coefficients", "rank_aware", "qkv_split_shapes"),
+    *("embedding_or_output_parameters", "tensor_model_parallel_size", "partition_dim"),
+)
 TRAINING_PREFIXES = ("adam_", "muon_", "lion_", "adaptive_muon_")
 
 
@@ -29,12 +33,13 @@ class TenantFileError(ValueError):
 
 
 def training_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Those fields of a configuration that say how a tenant is trained."""
-    return {
+    """Those fields of a configuration that say how a tenant is trained, as JSON has them."""
+    settings = {
         name: value
         for name, value in config.items()
         if name in TRAINING or name.startswith(TRAINING_PREFIXES)
     }
+    return json.loads(json.dumps(settings))
 
 
 def matching(mine: Sequence[Mapping[str, Any]], theirs: Mapping[str, Any], path: Any) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
@@ -52,12 +53,18 @@ def save_tenant(
         accumulated: samples in the slot's gradient sum, which is written unless there are none.
 
     Raises:
-        ValueError: an empty or unknown slot, or several processes.
+        ValueError: an empty or unknown slot, a bad number, or several processes.
     """
     require_one_process()
     scheduler = optimizer.adapter_slot_schedulers.get(slot)
     if scheduler is None:
         raise ValueError(f"slot={slot}: must be occupied")
+    if not 1 <= rank <= pool_rank(model_chunks):
+        raise ValueError(f"rank={rank}: must be from 1 to the pool's {pool_rank(model_chunks)}")
+    if not batch_size >= 1:
+        raise ValueError(f"batch_size={batch_size}: must be at least 1")
+    if not 0 <= accumulated <= batch_size:
+        raise ValueError(f"accumulated={accumulated}: must be from 0 to batch_size={batch_size}")
     state = adapter_slot_state(optimizer, model_chunks, slot)
     kinds = ("master", *MOMENTS, *(("grad_sum",) if accumulated else ()))
     arrays = {
@@ -128,6 +135,8 @@ def load_tenant(
             raise TenantFileError(f"{path}: {key} is none of this model's")
         like = parameters[name]
         fitted = fit(torch.from_numpy(x), like, record["pool_rank"], pool_rank(model_chunks))
+        if fitted.count_nonzero() != np.count_nonzero(x):
+            raise TenantFileError(f"{path}: {key} is not zero beyond its rank {record['rank']}")
         state.setdefault(name, {})[kind] = fitted.to(like.device)
     for name, values in state.items():
         if "master" not in values:

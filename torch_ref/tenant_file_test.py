@@ -87,6 +87,9 @@ def test_errors(device, tmp_path):
     path = tmp_path / "a.safetensors"
     with pytest.raises(ValueError, match="slot=0: must be occupied"):
         save_tenant(path, chunks, optimizer, 0, **TENANT)
+    for name, value in dict(rank=5, batch_size=0, accumulated=5).items():
+        with pytest.raises(ValueError, match=f"{name}={value}: must be"):
+            save_tenant(path, chunks, optimizer, 1, **TENANT | {name: value})
     save_tenant(path, chunks, optimizer, 1, **TENANT | {"alpha": None})
     with pytest.raises(ValueError, match="slot=1: must be empty"):
         load_tenant(path, chunks, optimizer, 1)
