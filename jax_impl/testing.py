@@ -1,5 +1,9 @@
 """What the tests of this package share."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import numpy as np
 
@@ -27,3 +31,21 @@ def relative_error(actual, expected) -> float:
     """|actual - expected| / |expected| in the Frobenius norm, in float64."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+def run_on_devices(count: int, *arguments: str) -> str:
+    """The output of ``python *arguments`` in a process that has ``count`` CPU devices.
+
+    Raises:
+      AssertionError: its exit code is not 0; has its output.
+    """
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
