@@ -168,8 +168,7 @@ def automatic(mesh: Mesh) -> Mesh:
     With explicit axes, the default of `jax.make_mesh`, every contraction over a partitioned axis
     would have to name its result's sharding.
     """
-    types = (AxisType.Auto,) * len(mesh.axis_names)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def bytes_on_devices(tree: PyTree, shardings: PyTree | None = None) -> dict[jax.Device, int]:
