@@ -11,5 +11,5 @@ FILES = sorted(pathlib.Path(__file__).parent.glob("*_on_mesh.py"))
 
 @pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
 def test_on_eight_devices(file):
-    out = run_on_devices(8, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file))
+    out = run_on_devices(8, "-m", "pytest", "-p", "no:cacheprovider", str(file))
     assert "passed" in out and "skipped" not in out

@@ -2,22 +2,24 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_impl.config import OptimizerConfig
 from jax_impl.layerwise import LayerwiseState, by_layer, layerwise
 from jax_impl.multi_lora import multi_lora_optimizer
-from jax_impl.placement import by_slot, by_tensor, create, on_own_slots, replicated
-from jax_impl.schedule import slot_schedule
+from jax_impl.per_slot import take_slot
+from jax_impl.placement import automatic, by_slot, by_tensor, create, on_own_slots
+from jax_impl.schedule import ParamScheduleConfig, slot_schedule
 from jax_impl.train_state import SlotTrainState
 
 AXIS = "devices"
-N_SLOTS, N_LAYERS, RANK, WIDTH = 8, 8, 4, 64
+N_SLOTS, RANK, WIDTH = 8, 4, 64
 PLACEMENTS = ("slot", "layer", "tensor")
 OPTIMIZER = OptimizerConfig(optimizer="muon", muon_fp32_matmul_prec="highest")
 
@@ -31,6 +33,7 @@ class Pool(NamedTuple):
     state: SlotTrainState
     shardings: Any
     install: Any
+    resume: Any
     accumulate: Any
     step: Any
     retire: Any
@@ -41,12 +44,12 @@ def mesh_of(devices: int) -> Mesh:
     return jax.make_mesh((devices,), (AXIS,))
 
 
-def shapes(n_slots: int = N_SLOTS) -> dict[str, jax.ShapeDtypeStruct]:
+def shapes(n_layers: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Matrices of both kinds in every layer, and one vector."""
     one = {"linear_in": (RANK, WIDTH), "linear_out": (WIDTH, RANK)}
-    each = {f"{layer}.{name}": shape for layer in range(N_LAYERS) for name, shape in one.items()}
+    each = {f"{layer}.{name}": shape for layer in range(n_layers) for name, shape in one.items()}
     return {
-        name: jax.ShapeDtypeStruct((n_slots, *shape), jnp.float32)
+        name: jax.ShapeDtypeStruct((N_SLOTS, *shape), jnp.float32)
         for name, shape in (each | {"bias": (8,)}).items()
     }
 
@@ -55,12 +58,12 @@ def pool_on(
     mesh: Mesh | None,
     placement: str = "none",
     *,
-    n_slots: int = N_SLOTS,
+    n_layers: int,
     config: OptimizerConfig = OPTIMIZER,
     **by: Any,
 ) -> Pool:
     """A pool so placed; without a mesh, on one device. ``by`` goes to `by_tensor`."""
-    params, tx = shapes(n_slots), multi_lora_optimizer(config)
+    params, tx = shapes(n_layers), multi_lora_optimizer(config)
     if placement == "layer":
         tx = layerwise(tx, params, mesh, AXIS)
     place = {
@@ -87,6 +90,7 @@ def pool_on(
         create(make, place),
         shardings,
         jit(_install, out_shardings=shardings),
+        jit(resume, out_shardings=shardings),
         jit(SlotTrainState.accumulate, out_shardings=shardings),
         step_once_compiled,
         jit(SlotTrainState.retire, out_shardings=shardings),
@@ -99,25 +103,47 @@ def _install(state, slot, params):
     return state.install(slot, params, rank=RANK, batch_size=2, schedule=schedule)
 
 
-def tenant(number: int) -> dict[str, np.ndarray]:
+def tenant_of(state: SlotTrainState, slot: Any) -> dict[str, Any]:
+    """All that a tenant takes along, in the form that it has without `layerwise`."""
+    whole = whole_state(state)
+    names = ("params", "opt_state", "samples", "batch_size")
+    kept = {name: getattr(whole, name) for name in names}
+    # Orbax puts names in place of a tree's leaves, and a schedule's styles are no such names.
+    return take_slot(kept | {"schedule": vars(whole.schedule)}, slot)
+
+
+def resume(state: SlotTrainState, slot: Any, tenant: dict[str, Any]) -> SlotTrainState:
+    """Puts a tenant as `tenant_of` gave it into a slot of any pool."""
+    opt_state = tenant["opt_state"]
+    if isinstance(state.opt_state, LayerwiseState):
+        one_slot = jax.tree.map(lambda x: x[None], opt_state)
+        opt_state = jax.tree.map(lambda x: x[0], state.tx.owned(one_slot))
+    schedule = ParamScheduleConfig(**tenant["schedule"])
+    kept = tenant | {"opt_state": opt_state, "schedule": schedule}
+    return state.install(slot, rank=RANK, **kept)
+
+
+def tenant(number: int, pool: Pool) -> dict[str, np.ndarray]:
     """A tenant's weights."""
     rng = np.random.default_rng([1, number])
     return {
         name: rng.standard_normal(p.shape[1:], np.float32) * np.float32(0.1)
-        for name, p in shapes().items()
+        for name, p in pool.state.params.items()
     }
 
 
-def gradients(step: int, tenants: list[int]) -> dict[str, np.ndarray]:
+def gradients(step: int, tenants: Sequence[int], pool: Pool) -> dict[str, np.ndarray]:
     """Gradients (S, ...) of these tenants, each of its own size."""
-
-    def one(number):
-        rng = np.random.default_rng([2, step, number])
-        return [
-            (number + 1) * rng.standard_normal(p.shape[1:], np.float32) for p in shapes().values()
-        ]
-
-    return dict(zip(shapes(), map(np.stack, zip(*map(one, tenants), strict=True)), strict=True))
+    rngs = [np.random.default_rng([2, step, number]) for number in tenants]
+    return {
+        name: np.stack(
+            [
+                np.float32(number + 1) * rng.standard_normal(p.shape[1:], np.float32)
+                for number, rng in zip(tenants, rngs, strict=True)
+            ]
+        )
+        for name, p in pool.state.params.items()
+    }
 
 
 class Life(NamedTuple):
@@ -133,7 +159,7 @@ class Life(NamedTuple):
 
 
 def live(pool: Pool, mesh: Mesh | None = None) -> Life:
-    """Installs a tenant in each slot and steps them by mask, by index, and with nothing named.
+    """Installs a tenant in each slot and steps them all, some by index, and those that are full.
 
     Slot 1 gets a new tenant on the way.
     """
@@ -143,21 +169,19 @@ def live(pool: Pool, mesh: Mesh | None = None) -> Life:
     state, events = pool.state, []
 
     def see(what, slots, *report):
-        whole = state
-        if isinstance(state.opt_state, LayerwiseState):
-            whole = dataclasses.replace(state, opt_state=state.tx.whole(state.opt_state))
         changed = sorted(set(map(int, slots)))
-        events.append((what, changed, on_host(whole, mesh), on_host(report, mesh)))
+        events.append((what, changed, on_host(state, mesh), on_host(report, mesh)))
 
     def accumulate(samples):
-        return pool.accumulate(state, gradients(len(events), range(N_SLOTS)), samples)
+        grads = gradients(len(events), range(N_SLOTS), pool)
+        return pool.accumulate(state, grads, samples)
 
     for slot in range(N_SLOTS):
-        state = pool.install(state, slot, tenant(slot))
+        state = pool.install(state, slot, tenant(slot, pool))
     see("install", range(N_SLOTS))
     state = accumulate(every)
     see("accumulate", range(N_SLOTS))
-    state, report = pool.step(state, every > 0)
+    state, report = pool.step(state)
     see("step", range(N_SLOTS), report)
     state = accumulate(np.where(np.isin(np.arange(N_SLOTS), odd), 2, 1).astype(np.int32))
     see("accumulate", range(N_SLOTS))
@@ -165,16 +189,43 @@ def live(pool: Pool, mesh: Mesh | None = None) -> Life:
     see("step", index[index >= 0], report)
     state = pool.retire(state, 1)
     see("retire", [1])
-    state = pool.install(state, 1, tenant(99))
+    state = pool.install(state, 1, tenant(99, pool))
     see("install", [1])
     state, report = pool.step(state)
     see("step", [slot for slot in odd if slot not in index], report)
     return Life(events, state)
 
 
-def on_host(tree: Any, mesh: Mesh | None = None) -> Any:
-    """The leaves in NumPy, wherever they are."""
-    leaves, _ = jax.tree.flatten(tree)
-    if mesh is not None:
-        leaves = jax.jit(lambda x: x, out_shardings=replicated(leaves, mesh))(leaves)
-    return jax.device_get(leaves)
+def live_briefly(pool: Pool, mesh: Mesh | None = None) -> tuple[list[np.ndarray], SlotTrainState]:
+    """Installs a tenant in each slot and steps all twice: the leaves of what came out, the state.
+
+    Those of the state come first, those of the last step's report after them.
+    """
+    state = pool.state
+    for slot in range(N_SLOTS):
+        state = pool.install(state, slot, tenant(slot, pool))
+    for event in range(2):
+        grads = gradients(event, range(N_SLOTS), pool)
+        state = pool.accumulate(state, grads, np.full(N_SLOTS, 2, np.int32))
+        state, report = pool.step(state)
+    return on_host(state, mesh) + on_host(report, mesh), state
+
+
+def on_host(tree: Any, mesh: Mesh | None = None) -> list[np.ndarray]:
+    """The leaves in NumPy, in the order of a pool on one device, wherever they are."""
+    return jax.device_get(_everywhere(mesh)(tree))
+
+
+def whole_state(state: SlotTrainState) -> SlotTrainState:
+    """The state as it is without `layerwise`."""
+    if not isinstance(state.opt_state, LayerwiseState):
+        return state
+    return dataclasses.replace(state, opt_state=state.tx.whole(state.opt_state))
+
+
+@functools.cache
+def _everywhere(mesh: Mesh | None):
+    def leaves(tree):
+        return jax.tree.leaves(whole_state(tree) if isinstance(tree, SlotTrainState) else tree)
+
+    return jax.jit(leaves, out_shardings=mesh and NamedSharding(automatic(mesh), PartitionSpec()))

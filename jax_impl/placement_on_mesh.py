@@ -2,14 +2,15 @@
 
 import functools
 import itertools
+import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jax_impl.collectives import collectives, count
 from jax_impl.mesh_testing import (
-    N_LAYERS,
     N_SLOTS,
     PLACEMENTS,
     RANK,
@@ -20,20 +21,24 @@ from jax_impl.mesh_testing import (
     pool_on,
     tenant,
 )
+from jax_impl.muon import muon
 from jax_impl.newton_schulz import gram_segments, step_coefficients
 from jax_impl.placement import bytes_on_devices
-from jax_impl.sequence import TOGETHER
 from jax_impl.testing import assert_same_bits, bits, relative_error
 
 DEVICES = 8
 # How the slots of a step are named, and how many are then computed.
-NAMED = {"all": N_SLOTS, "mask": N_SLOTS, "index": 4}
+NAMED = {"all": N_SLOTS, "index": 4}
+N_LAYERS, TOGETHER = 4, 4  # at least a matrix for every device, and two batches of them
 SEGMENTS = len(gram_segments(step_coefficients(5, "quintic")))
 
 
 @functools.cache
 def pool(placement):
-    return pool_on(mesh_of(DEVICES) if placement != "none" else None, placement)
+    # The module, not the function of that name.
+    sys.modules[muon.__module__].TOGETHER = TOGETHER
+    mesh = mesh_of(DEVICES) if placement != "none" else None
+    return pool_on(mesh, placement, n_layers=N_LAYERS)
 
 
 @functools.cache
@@ -53,6 +58,12 @@ def test_there_are_eight_devices():
 @pytest.mark.parametrize("named", NAMED)
 def test_by_slot_nothing_is_communicated(named):
     assert communicated("slot", named) == []
+
+
+def test_by_slot_nothing_is_for_a_mask():
+    state = lived("slot").state
+    pool("slot").step(jax.tree.map(jnp.copy, state), np.zeros(N_SLOTS, bool))
+    assert communicated("slot", "mask") == []
 
 
 @pytest.mark.parametrize("named", NAMED)
@@ -127,13 +138,12 @@ def test_by_layer_the_same_bits_as_on_one_device():
 
 
 def test_by_slot_a_tenant_trains_alike_on_every_device():
-    state, step = lived("slot").state, pool("slot").step
-    same = pool("slot")
+    state, same = jax.tree.map(jnp.copy, lived("slot").state), pool("slot")
     for slot in range(N_SLOTS):
         state = same.retire(state, slot)
-        state = same.install(state, slot, tenant(0))
-    state = same.accumulate(state, gradients(0, [0] * N_SLOTS), np.full(N_SLOTS, 2, np.int32))
-    state, report = step(state)
+        state = same.install(state, slot, tenant(0, same))
+    state = same.accumulate(state, gradients(0, [0] * N_SLOTS, same), np.full(N_SLOTS, 2, np.int32))
+    state, report = same.step(state)
     assert report.stepped.all()
     for x in jax.tree.leaves(on_host(state)):
         assert_same_bits(x, np.broadcast_to(x[:1], x.shape))
