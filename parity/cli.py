@@ -77,6 +77,44 @@ def run_scenarios(
     raise typer.Exit(1 if failed else 0)
 
 
+@app.command("mesh")
+def run_on_meshes(
+    scenarios: Annotated[list[str], typer.Argument(help="Names as listed, or TOML files.")],
+    placement: Annotated[
+        list[str] | None,
+        typer.Option(help="slot, layer or tensor; once for each, all three if absent."),
+    ] = None,
+    devices: Annotated[int, typer.Option(min=1, help="How many CPU devices to simulate.")] = 8,
+) -> None:
+    """Runs scenarios with the JAX side spread over several simulated devices."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", devices)
+    silence_import_notices()
+    from parity.mesh import PLACEMENTS, run_on_mesh
+
+    try:
+        chosen = choose(scenarios)
+        if unknown := set(placement or []) - set(PLACEMENTS):
+            raise ValueError(f"no placement {unknown.pop()!r}; give {', '.join(PLACEMENTS)}")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    console, results = wide_console(), []
+    with both_stacks():
+        for scenario in chosen:
+            for place in placement or PLACEMENTS:
+                results.append(run_on_mesh(scenario, place))
+    console.print(report.result_table(results))
+    for result in results:
+        name = result.scenario.name.rpartition(" by ")
+        again = f"python -m parity mesh {shlex.quote(name[0])} --placement {name[2]}"
+        report.print_failures(console, result, f"{again} --devices {devices}")
+    failed = sum(not result.passed for result in results)
+    console.print(f"{devices} devices: {len(results) - failed} passed, {failed} failed")
+    raise typer.Exit(1 if failed else 0)
+
+
 @app.command("fuzz")
 def fuzz_scenarios(
     examples: Annotated[int, typer.Option(min=1, help="How many scenarios to draw.")] = 100,
