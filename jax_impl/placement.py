@@ -47,10 +47,11 @@ def by_tensor(
     axis: str,
     *,
     partition_dim: Mapping[str, int] | None = None,
+    slot_axis: str | None = None,
 ) -> PyTree:
     """Every device owns a part of each parameter, and of all state in the parameter's shape.
 
-    What has no more than a number per slot is on every device.
+    What has no more than a number per slot is on every device, or on all that own the slot.
 
     Args:
       tree: leaves (S, ...) in which those of ``params`` recur, under the same names.
@@ -61,12 +62,16 @@ def by_tensor(
         in `OptimizerConfig`; what it does not name is whole on every device, as LoRA's A beside a
         column-parallel layer and its B beside a row-parallel one. None: of every parameter its
         longest axis.
+      slot_axis: another axis of the mesh, to spread whole slots over as `by_slot` does.
 
     Raises:
       ValueError: an axis that is no multiple of the devices, a name that no parameter has, or a
         leaf that is neither a parameter's nor a number per slot.
     """
+    if slot_axis is not None:
+        by_slot(tree, mesh, slot_axis)
     mesh, devices = automatic(mesh), _size(mesh, axis)
+    whole = NamedSharding(mesh, P() if slot_axis is None else P(slot_axis))
     leaves = jax.tree_util.tree_leaves_with_path(params)
     shapes = {path: p.shape for path, p in leaves}
     names = {path: parameter_name(path) for path in shapes}
@@ -78,22 +83,22 @@ def by_tensor(
 
     def place(path, leaf):
         if np.prod(leaf.shape[1:], dtype=int) == 1:
-            return NamedSharding(mesh, P())
+            return whole
         owner = next((path[i:] for i in range(len(path) + 1) if path[i:] in shapes), None)
         where = f"tree{jax.tree_util.keystr(path)} of shape {leaf.shape}"
         if owner is None or len(leaf.shape) != len(shapes[owner]):
             raise ValueError(f"{where} is like no parameter; say yourself where it is to be")
         if names[owner] not in dims:
-            return NamedSharding(mesh, P())
+            return whole
         at = 1 + dims[names[owner]]
         if leaf.shape[at] == 1 != shapes[owner][at]:  # a mean along this axis
-            return NamedSharding(mesh, P())
+            return whole
         if leaf.shape[at] % devices:
             raise ValueError(
                 f"axis {at} of {where} cannot be spread evenly over the {devices} of {axis!r}; "
                 "say in partition_dim what is to be partitioned"
             )
-        return NamedSharding(mesh, P(*[None] * at, axis))
+        return NamedSharding(mesh, P(slot_axis, *[None] * (at - 1), axis))
 
     return jax.tree_util.tree_map_with_path(place, tree)
 
