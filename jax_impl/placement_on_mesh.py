@@ -1,5 +1,6 @@
 """On eight devices (see `mesh_test`): what a step communicates, holds and computes."""
 
+import dataclasses
 import functools
 import itertools
 import sys
@@ -12,6 +13,7 @@ import pytest
 from jax_impl.collectives import collectives, count
 from jax_impl.mesh_testing import (
     N_SLOTS,
+    OPTIMIZER,
     PLACEMENTS,
     RANK,
     gradients,
@@ -84,6 +86,15 @@ def test_by_tensor_only_gram_matrices_and_norms_are_reduced(named):
     # The norm: a number of each row of A, one of each B and of the bias. And one between batches.
     numbers = N_LAYERS * (RANK + 1) + 1 + batches - 1
     assert sum(one.bytes for one in others) <= 4 * slots * numbers
+
+
+def test_by_tensor_blockwise_only_the_norm_is_reduced():
+    dims = {"0.linear_in": 1, "0.linear_out": 0}
+    config = dataclasses.replace(OPTIMIZER, tensor_model_parallel_size=DEVICES, partition_dim=dims)
+    cut = pool_on(mesh_of(DEVICES), "tensor", n_layers=1, config=config, partition_dim=dims)
+    cut.step(cut.state)
+    (found,) = collectives(cut.programs["all"])
+    assert found.kind == "all-reduce" and found.bytes == 4 * N_SLOTS * (RANK + 1)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
