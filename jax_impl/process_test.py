@@ -28,7 +28,7 @@ def arrays(file):
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    run(2, 4, "live", folder, *PLACEMENTS)
+    run(2, 4, "live_and_save", folder, *PLACEMENTS)
     return folder
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 HEARTBEAT_TIMEOUT = 10  # seconds without a sign of life after which a process counts as dead
@@ -72,7 +73,19 @@ def connect(port: str, processes: str, process: str) -> None:
 
 
 def task_live(folder: str, *placements: str) -> None:
-    """Lives in each placement; the first process saves what came of it, all of them a tenant."""
+    """Lives in each placement; the first process writes what came of it to the folder."""
+    for _ in lives(folder, placements):
+        pass
+
+
+def task_live_and_save(folder: str, *placements: str) -> None:
+    """The same, and all processes save a tenant."""
+    for placement, state, mesh in lives(folder, placements):
+        save_tenant(pathlib.Path(folder, f"{placement}_tenant"), state, mesh)
+
+
+def lives(folder: str, placements: Sequence[str]) -> Iterator[tuple]:
+    """Lives in one placement after the other: each, the state at its end, the mesh."""
     import jax
     import numpy as np
 
@@ -84,7 +97,7 @@ def task_live(folder: str, *placements: str) -> None:
         leaves, state = testing.live_briefly(pool, mesh)
         if jax.process_index() == 0:
             np.savez(pathlib.Path(folder, placement), *leaves)
-        save_tenant(pathlib.Path(folder, f"{placement}_tenant"), state, mesh)
+        yield placement, state, mesh
 
 
 def task_live_and_restore(folder: str, saved: str, *pairs: str) -> None:

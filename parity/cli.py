@@ -1,6 +1,7 @@
 """The command line: exit code 0 if all passed, 1 if a check failed, 2 for bad usage."""
 
 import contextlib
+import enum
 import functools
 import random
 import shlex
@@ -25,6 +26,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Holds the JAX optimizers to the Megatron reference, event by event.",
 )
+
+
+class Placement(enum.StrEnum):
+    """Where a pool is on a mesh: `parity.mesh.run_on_mesh`."""
+
+    slot = "slot"
+    layer = "layer"
+    tensor = "tensor"
 
 
 @app.command("list")
@@ -81,29 +90,25 @@ def run_scenarios(
 def run_on_meshes(
     scenarios: Annotated[list[str], typer.Argument(help="Names as listed, or TOML files.")],
     placement: Annotated[
-        list[str] | None,
-        typer.Option(help="slot, layer or tensor; once for each, all three if absent."),
+        list[Placement] | None, typer.Option(help="May be repeated; all three if absent.")
     ] = None,
     devices: Annotated[int, typer.Option(min=1, help="How many CPU devices to simulate.")] = 8,
 ) -> None:
     """Runs scenarios with the JAX side spread over several simulated devices."""
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", devices)
-    silence_import_notices()
-    from parity.mesh import PLACEMENTS, run_on_mesh
-
     try:
         chosen = choose(scenarios)
-        if unknown := set(placement or []) - set(PLACEMENTS):
-            raise ValueError(f"no placement {unknown.pop()!r}; give {', '.join(PLACEMENTS)}")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", devices)
     console, results = wide_console(), []
     with both_stacks():
+        from parity.mesh import run_on_mesh
+
         for scenario in chosen:
-            for place in placement or PLACEMENTS:
+            for place in placement or Placement:
                 results.append(run_on_mesh(scenario, place))
     console.print(report.result_table(results))
     for result in results:

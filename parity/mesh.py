@@ -18,7 +18,6 @@ from parity.pieces import partition_dims
 from parity.run import run
 from parity.scenario import Scenario
 
-PLACEMENTS = ("slot", "layer", "tensor")
 AXIS = "devices"
 
 
