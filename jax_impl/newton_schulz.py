@@ -238,7 +238,9 @@ def _standard_form_of_one(x, coefficients, products, eps):
     for a, b, c in coefficients:
         gram = products.round(products.gram(x))
         polynomial = products.round(b * gram + c * small.apply(gram, gram))
-        x = products.round(a * x + products.apply(polynomial, x))
+        # Else XLA may fuse the steps' ``a * x`` into one chain, which rounds other than the x of
+        # the products; their difference then grows by every later a, and no product takes it back.
+        x = jax.lax.optimization_barrier(products.round(a * x + products.apply(polynomial, x)))
     return x
 
 
