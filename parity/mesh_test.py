@@ -17,12 +17,12 @@ with both_stacks():
         assert result.passed and len(result.checks) > 100, failed[:3]
         print(result.scenario.name)
 """
-CASES = [("one_muon", "slot"), ("tp2_blockwise", "tensor"), ("dp2_adam", "layer")]
+CASES = [("one_muon", "slot"), ("tp2_blockwise", "tensor")]
 
 
 def test_shipped_scenarios_pass_on_eight_devices():
     out = run_on_devices(8, "-c", PROGRAM.format(cases=CASES))
-    assert out.split("\n")[:3] == [f"{name} by {placement}" for name, placement in CASES]
+    assert out.split("\n")[: len(CASES)] == [f"{name} by {placement}" for name, placement in CASES]
 
 
 def test_bad_usage():
