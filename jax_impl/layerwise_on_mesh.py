@@ -47,7 +47,7 @@ def test_updates_and_state_are_those_of_the_transform():
 
 def test_slots_of_it_can_be_taken_and_put():
     tx, state = spread_adam()
-    _, stepped = tx.update(PARAMS, state, PARAMS)
+    _, stepped = jax.jit(tx.update)(PARAMS, state, PARAMS)
     moved = put_slot(state, 1, take_slot(stepped, 0))
     expected = put_slot(tx.whole(state), 1, take_slot(tx.whole(stepped), 0))
     assert_same_bits(tx.whole(moved), expected)
