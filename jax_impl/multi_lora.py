@@ -18,7 +18,7 @@ from jax_impl.hyperparameters import parameter_name
 from jax_impl.lion import lion
 from jax_impl.muon import muon
 from jax_impl.per_slot import per_slot
-from jax_impl.pieces import Split, equal_blocks
+from jax_impl.pieces import Blocks, Split
 from jax_impl.schedule import param_schedule
 
 
@@ -146,12 +146,14 @@ def muon_settings(config: OptimizerConfig) -> dict[str, Any]:
     )
 
 
-def matrix_splits(config: OptimizerConfig, name: str, shape: tuple[int, int]) -> tuple[Split, ...]:
+def matrix_splits(
+    config: OptimizerConfig, name: str, shape: tuple[int, int]
+) -> tuple[Split | Blocks, ...]:
     """How Megatron's Muon would cut a matrix before it orthogonalises."""
-    splits: tuple[Split, ...] = ()
+    splits: tuple[Split | Blocks, ...] = ()
     axis = dict(config.partition_dim).get(name)
     if axis is not None and config.muon_tp_mode == "blockwise":
-        splits += (equal_blocks(axis, shape[axis], config.tensor_model_parallel_size),)
+        splits += (Blocks(axis, config.tensor_model_parallel_size),)
     if config.muon_split_qkv:
         fused = [
             sizes for pattern, sizes in config.qkv_split_shapes if matches_any(name, [pattern])

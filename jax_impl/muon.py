@@ -148,7 +148,8 @@ def muon(
             cuts = splits(parameter_name(path), u.shape)
 
             def scale_piece(piece):
-                sizes = own_sizes(piece.shape, rank, u.shape) if rank_aware else piece.shape
+                shape = piece.shape[-2:]
+                sizes = own_sizes(shape, rank, u.shape) if rank_aware else shape
                 return piece * (scale_factor(*sizes, scale_mode) * extra_scale_factor)
 
             return join([scale_piece(piece) for piece in split(u, cuts)], cuts)

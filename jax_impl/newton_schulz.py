@@ -239,9 +239,14 @@ def _standard_form(xs, coefficients, products, eps):
         grams = [p.round(p.gram(x)) for x, p in zip(xs, products, strict=True)]
         polynomial = functools.partial(_standard_polynomial, b=b, c=c, prec=products[0].prec)
         qs = _together(polynomial, grams)
-        xs = [
-            p.round(p.times(a, x) + p.apply(q, x)) for q, x, p in zip(qs, xs, products, strict=True)
-        ]
+        # Else XLA may fuse the steps' ``a * x`` into one chain, which rounds other than the x of
+        # the products; their difference then grows by every later a, and no product takes it back.
+        xs = jax.lax.optimization_barrier(
+            [
+                p.round(p.times(a, x) + p.apply(q, x))
+                for q, x, p in zip(qs, xs, products, strict=True)
+            ]
+        )
     return xs
 
 

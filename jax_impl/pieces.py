@@ -25,6 +25,21 @@ class Split(NamedTuple):
     sizes: tuple[int, ...]
 
 
+class Blocks(NamedTuple):
+    """Equal contiguous blocks, which stay together as one stack (..., count, m, n).
+
+    A matrix that is partitioned over devices along this axis so becomes a stack partitioned along
+    ``count``, without communication; pieces one by one would have to be fetched.
+
+    Attributes:
+      axis: 0 cuts between rows, 1 between columns.
+      count: how many.
+    """
+
+    axis: int
+    count: int
+
+
 def equal_blocks(axis: int, size: int, count: int) -> Split:
     """Returns the split of an axis of ``size`` into ``count`` contiguous blocks.
 
@@ -36,7 +51,7 @@ def equal_blocks(axis: int, size: int, count: int) -> Split:
     return Split(axis, (size // count,) * count)
 
 
-def split(x: jax.Array, splits: Sequence[Split]) -> list[jax.Array]:
+def split(x: jax.Array, splits: Sequence[Split | Blocks]) -> list[jax.Array]:
     """Returns the pieces of ``x`` (..., m, n), each cut again by every further split.
 
     Raises:
@@ -44,7 +59,10 @@ def split(x: jax.Array, splits: Sequence[Split]) -> list[jax.Array]:
     """
     if not splits:
         return [x]
-    (axis, sizes), *rest = splits
+    first, *rest = splits
+    if isinstance(first, Blocks):
+        return split(_stack(x, first), rest)
+    axis, sizes = first
     at = x.ndim - 2 + axis
     if x.shape[at] % sum(sizes):
         raise ValueError(
@@ -58,12 +76,15 @@ def split(x: jax.Array, splits: Sequence[Split]) -> list[jax.Array]:
     return [smaller for piece in pieces for smaller in split(piece, rest)]
 
 
-def join(pieces: Sequence[jax.Array], splits: Sequence[Split]) -> jax.Array:
+def join(pieces: Sequence[jax.Array], splits: Sequence[Split | Blocks]) -> jax.Array:
     """Returns the (..., m, n) whose pieces `split` gives."""
     if not splits:
         (x,) = pieces
         return x
-    (axis, sizes), *rest = splits
+    first, *rest = splits
+    if isinstance(first, Blocks):
+        return _unstack(join(pieces, rest), first.axis)
+    axis, sizes = first
     each = len(pieces) // len(sizes)
     parts = [join(pieces[i : i + each], rest) for i in range(0, len(pieces), each)]
     at = parts[0].ndim - 2 + axis
@@ -78,3 +99,22 @@ def whole(name: str, shape: tuple[int, int]) -> tuple[Split, ...]:
     """The default: every matrix is one piece."""
     del name, shape
     return ()
+
+
+def _stack(x: jax.Array, blocks: Blocks) -> jax.Array:
+    """The blocks of ``x`` (..., m, n) as one stack, whose axis is the third from the end."""
+    axis, count = blocks
+    at = x.ndim - 2 + axis
+    if x.shape[at] % count:
+        raise ValueError(
+            f"axis {axis} of a matrix {x.shape[-2:]} cannot be cut into {count} equal blocks"
+        )
+    cut = x.reshape(*x.shape[:at], count, -1, *x.shape[at + 1 :])
+    return jnp.moveaxis(cut, at, -3)
+
+
+def _unstack(stack: jax.Array, axis: int) -> jax.Array:
+    """The inverse of `_stack`."""
+    *before, count, rows, columns = stack.shape
+    sizes = (count * rows, columns) if axis == 0 else (rows, count * columns)
+    return jnp.moveaxis(stack, -3, -3 + axis).reshape(*before, *sizes)

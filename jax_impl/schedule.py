@@ -237,9 +237,9 @@ def _half_cosine(rest: jax.Array) -> jax.Array:
 def _choose(style, *branches: jax.Array) -> jax.Array:
     """Returns the branch that the index ``style`` names, slot by slot."""
     shape = jnp.broadcast_shapes(jnp.shape(style), *map(jnp.shape, branches))
-    return jnp.choose(
-        jnp.broadcast_to(style, shape), [jnp.broadcast_to(b, shape) for b in branches], mode="clip"
-    )
+    style = jnp.clip(jnp.broadcast_to(style, shape), 0, len(branches) - 1)
+    # Not by a gather: over slots on several devices that would communicate.
+    return jax.lax.select_n(style, *(jnp.broadcast_to(b, shape) for b in branches))
 
 
 def _at_least(name: str, value, smallest) -> None:

@@ -1,7 +1,10 @@
 """What the tests of this package share."""
 
+import os
 import pathlib
 import random
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -55,3 +58,21 @@ def damage_a_file(folder: pathlib.Path, rng: random.Random) -> str:
         case "remove":
             path.unlink()
     return kind
+
+
+def run_on_devices(count: int, *arguments: str) -> str:
+    """The output of ``python *arguments`` in a process that has ``count`` CPU devices.
+
+    Raises:
+      AssertionError: its exit code is not 0; has its output.
+    """
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout

@@ -89,28 +89,11 @@ class Candidate:
         self._install(tenant, slot, params=weights, samples=samples)
 
     def accumulate(self, slot: int, samples: int, grads: dict[str, np.ndarray]) -> None:
-        size = self.scenario.pool.n_slots
-        pool_grads = {
-            name: np.zeros((size, *grad.shape), np.float32) for name, grad in grads.items()
-        }
-        for name, grad in grads.items():
-            pool_grads[name][slot] = grad
-        counts = np.zeros(size, np.int32)
-        counts[slot] = samples
-        self.state = _accumulate(self.state, pool_grads, counts)
+        self.state = _accumulate(self.state, *self._pool_grads(slot, samples, grads))
 
     def step(self, slots: Iterable[int]) -> dict[int, StepOutcome]:
         self.state, report = _step(self.state, self._named(slots))
-        report = jax.device_get(report)
-        return {
-            slot: StepOutcome(
-                float(report.grad_norm[slot]),
-                float(report.learning_rate[slot]),
-                float(report.weight_decay[slot]),
-                bool(report.stepped[slot]),
-            )
-            for slot in slots
-        }
+        return self._outcomes(slots, report)
 
     def retire(self, slot: int) -> None:
         kept = {
@@ -194,6 +177,30 @@ class Candidate:
             **kept,
         )
         self.occupants[slot] = tenant
+
+    def _pool_grads(self, slot: int, samples: int, grads: dict[str, np.ndarray]):
+        """Gradients and samples of one slot as those of the pool, zero elsewhere."""
+        size = self.scenario.pool.n_slots
+        pool_grads = {
+            name: np.zeros((size, *grad.shape), np.float32) for name, grad in grads.items()
+        }
+        for name, grad in grads.items():
+            pool_grads[name][slot] = grad
+        counts = np.zeros(size, np.int32)
+        counts[slot] = samples
+        return pool_grads, counts
+
+    def _outcomes(self, slots: Iterable[int], report: Any) -> dict[int, StepOutcome]:
+        report = jax.device_get(report)
+        return {
+            slot: StepOutcome(
+                float(report.grad_norm[slot]),
+                float(report.learning_rate[slot]),
+                float(report.weight_decay[slot]),
+                bool(report.stepped[slot]),
+            )
+            for slot in slots
+        }
 
     def _named(self, slots: Iterable[int]) -> np.ndarray:
         size = self.scenario.pool.n_slots

@@ -1,6 +1,7 @@
 """The command line: exit code 0 if all passed, 1 if a check failed, 2 for bad usage."""
 
 import contextlib
+import enum
 import functools
 import random
 import shlex
@@ -25,6 +26,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Holds the JAX optimizers to the Megatron reference, event by event.",
 )
+
+
+class Placement(enum.StrEnum):
+    """Where a pool is on a mesh: `parity.mesh.run_on_mesh`."""
+
+    slot = "slot"
+    layer = "layer"
+    tensor = "tensor"
 
 
 @app.command("list")
@@ -74,6 +83,40 @@ def run_scenarios(
     failed = sum(not result.passed for result in results)
     checks = sum(len(result.checks) for result in results)
     console.print(f"{len(results) - failed} scenarios passed, {failed} failed; {checks:,} checks")
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command("mesh")
+def run_on_meshes(
+    scenarios: Annotated[list[str], typer.Argument(help="Names as listed, or TOML files.")],
+    placement: Annotated[
+        list[Placement] | None, typer.Option(help="May be repeated; all three if absent.")
+    ] = None,
+    devices: Annotated[int, typer.Option(min=1, help="How many CPU devices to simulate.")] = 8,
+) -> None:
+    """Runs scenarios with the JAX side spread over several simulated devices."""
+    try:
+        chosen = choose(scenarios)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", devices)
+    console, results = wide_console(), []
+    with both_stacks():
+        from parity.mesh import run_on_mesh
+
+        for scenario in chosen:
+            for place in placement or Placement:
+                results.append(run_on_mesh(scenario, place))
+    console.print(report.result_table(results))
+    for result in results:
+        name = result.scenario.name.rpartition(" by ")
+        again = f"python -m parity mesh {shlex.quote(name[0])} --placement {name[2]}"
+        report.print_failures(console, result, f"{again} --devices {devices}")
+    failed = sum(not result.passed for result in results)
+    console.print(f"{devices} devices: {len(results) - failed} passed, {failed} failed")
     raise typer.Exit(1 if failed else 0)
 
 

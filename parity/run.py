@@ -1,7 +1,7 @@
 """Drives both stacks through a scenario's events and collects what they disagree on."""
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from parity import compare
@@ -15,12 +15,16 @@ from parity.shadow import Shadowed
 from parity.truth import Judge
 
 
-def run(scenario: Scenario, modes: Sequence[Mode] = MODES) -> Result:
+def run(
+    scenario: Scenario,
+    modes: Sequence[Mode] = MODES,
+    make_candidate: Callable[[Scenario, Mode], Candidate] = Candidate,
+) -> Result:
     """Runs a scenario on both stacks. Call it inside `torch_ref.start_megatron`.
 
     ``modes`` may be fewer than all, but one of them must be free.
     """
-    players = Players(scenario, modes)
+    players = Players(scenario, modes, make_candidate)
     checks: list[Check] = []
     free_gap = []
     for index, event in enumerate(scenario.events):
@@ -36,11 +40,16 @@ Outcomes = dict[int, StepOutcome]
 class Players:
     """The reference, the JAX side in its modes, and the oracle, all at the same event."""
 
-    def __init__(self, scenario: Scenario, modes: Sequence[Mode]):
+    def __init__(
+        self,
+        scenario: Scenario,
+        modes: Sequence[Mode],
+        make_candidate: Callable[[Scenario, Mode], Candidate],
+    ):
         self.scenario = scenario
         self.judge = Judge(scenario)
         self.reference = start_reference(scenario)
-        self.candidates = [Candidate(scenario, mode) for mode in modes]
+        self.candidates = [make_candidate(scenario, mode) for mode in modes]
         self.seen = self.reference.observe()
         self.candidates_seen = [candidate.observe() for candidate in self.candidates]
         self.free_truth: dict[int, Shadowed] = {}
