@@ -5,6 +5,7 @@ from jax_impl.adaptive_muon import adaptive_muon
 from jax_impl.clip import ClipState, clip_by_total_norm
 from jax_impl.config import OptimizerConfig
 from jax_impl.lion import LionState, lion
+from jax_impl.lora_muon import LoRAMuonState, lora_muon
 from jax_impl.multi_lora import multi_lora_optimizer
 from jax_impl.muon import MuonState, muon
 from jax_impl.newton_schulz import newton_schulz
@@ -17,6 +18,7 @@ __all__ = [
     "AdamState",
     "ClipState",
     "LionState",
+    "LoRAMuonState",
     "MuonState",
     "OptimizerConfig",
     "ParamScheduleConfig",
@@ -27,6 +29,7 @@ __all__ = [
     "adaptive_muon",
     "clip_by_total_norm",
     "lion",
+    "lora_muon",
     "multi_lora_optimizer",
     "muon",
     "newton_schulz",
