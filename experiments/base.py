@@ -74,7 +74,9 @@ def mixed_batch(config: BaseConfig, step: int) -> np.ndarray:
     shares = np.array_split(np.arange(config.rows), len(MIX))
     return np.concatenate(
         [
-            data.batch(name, len(share), config.length + 1, seed=config.seed, step=step)
+            data.batch(
+                name, len(share), config.length + 1, seed=config.seed, first=step * len(share)
+            )
             for name, share in zip(MIX, shares, strict=True)
         ]
     )

@@ -1,7 +1,7 @@
 """Real text that every Python installation carries, as bytes, in domains with held-out parts.
 
 See DATA.md for what the domains are. Everything is a function of the Python version alone: no
-download, no randomness but the seeds of batches.
+download, no randomness but the seeds of samples.
 """
 
 import ast
@@ -105,16 +105,17 @@ def blocks(name: str, held_out: bool = False) -> np.ndarray:
     return data[is_held_out == held_out]
 
 
-def batch(name: str, rows: int, length: int, *, seed: int, step: int) -> np.ndarray:
-    """Training rows of one step: int32 (rows, length).
+def batch(name: str, rows: int, length: int, *, seed: int, first: int) -> np.ndarray:
+    """Samples ``first`` to ``first + rows`` of an endless sequence: int32 (rows, length).
 
-    Drawn anew from (seed, step), so that a run that resumes sees what it would have seen.
+    Each is a window drawn from (seed, its number), so that a run that resumes, or cuts its batches
+    elsewhere, sees what it would have seen.
     """
     part = blocks(name)
-    rng = np.random.default_rng([seed, step])
-    block = rng.integers(len(part), size=rows)
-    start = rng.integers(BLOCK_BYTES - length + 1, size=rows)
-    return part[block[:, None], start[:, None] + np.arange(length)].astype(np.int32)
+    sizes = (len(part), BLOCK_BYTES - length + 1)
+    places = [np.random.default_rng([seed, first + i]).integers(sizes) for i in range(rows)]
+    block, start = np.asarray(places).T[..., None]
+    return part[block, start + np.arange(length)].astype(np.int32)
 
 
 def held_out_batch(name: str, rows: int, length: int) -> np.ndarray:

@@ -44,12 +44,12 @@ def test_train_and_held_out_parts_are_disjoint_and_complete():
     assert not set(map(bytes, train)) & set(map(bytes, held_out))
 
 
-def test_a_batch_depends_on_seed_and_step_alone_and_stays_within_training_blocks():
-    first = data.batch("source", 4, 33, seed=1, step=2)
+def test_a_sample_depends_on_seed_and_number_alone_and_stays_within_training_blocks():
+    first = data.batch("source", 4, 33, seed=1, first=8)
     assert first.dtype == np.int32 and first.shape == (4, 33)
-    np.testing.assert_array_equal(first, data.batch("source", 4, 33, seed=1, step=2))
-    for other in (dict(seed=1, step=3), dict(seed=2, step=2)):
-        assert (first != data.batch("source", 4, 33, **other)).any()
+    np.testing.assert_array_equal(first[1:], data.batch("source", 3, 33, seed=1, first=9))
+    for other in (dict(seed=1, first=12), dict(seed=2, first=8)):
+        assert (first != data.batch("source", 4, 33, **other)).any(axis=1).all()
     train = [bytes(block) for block in data.blocks("source")]
     for row in first:
         assert any(bytes(row.astype(np.uint8)) in block for block in train)

@@ -101,19 +101,19 @@ class Batch(NamedTuple):
 def make_batch(
     tenants: Sequence[Tenant | None], positions: Sequence[int], rows: int, length: int
 ) -> Batch:
-    """Returns the micro-batch at which each tenant is: ``rows`` windows of ``length`` for each.
+    """Returns the samples at which each tenant is: the next ``rows`` windows of ``length``.
 
     What a tenant gets depends on itself and its own position alone.
 
     Args:
       tenants: (S,), None for a free slot.
-      positions: (S,), how many micro-batches each has had.
+      positions: (S,), how many samples each has had.
       rows, length: of every slot.
     """
     tokens = [
         np.zeros((rows, length + 1), np.int32)
         if t is None
-        else data.batch(t.domain, rows, length + 1, seed=t.seed, step=p)
+        else data.batch(t.domain, rows, length + 1, seed=t.seed, first=p)
         for t, p in zip(tenants, positions, strict=True)
     ]
     return _batch(tenants, tokens, _dropout_keys(tenants, positions, rows))
@@ -202,11 +202,11 @@ def _batch(tenants, tokens, keys) -> Batch:
 
 
 def _dropout_keys(tenants, positions, rows) -> jax.Array | None:
-    """A key for each row, from its tenant's seed, its position and its number."""
+    """A key for each row, from its tenant's seed and the number of its sample."""
     if not any(t and t.dropout for t in tenants):
         return None
     words = [
-        np.random.SeedSequence([t.seed if t else 0, p, row]).generate_state(2)
+        np.random.SeedSequence([t.seed if t else 0, p + row]).generate_state(2)
         for t, p in zip(tenants, positions, strict=True)
         for row in range(rows)
     ]

@@ -41,7 +41,7 @@ def start(tenants=TENANTS):
 def train(model, tenants=TENANTS, steps=4):
     state, reports = start(tenants), []
     for i in range(steps):
-        batch = pool.make_batch(tenants, [i] * len(tenants), ROWS, LENGTH)
+        batch = pool.make_batch(tenants, [i * ROWS] * len(tenants), ROWS, LENGTH)
         state, report, losses = pool.train_step(model, state, batch)
         reports.append((report, losses))
     return state, reports
@@ -89,7 +89,8 @@ def test_dropout_is_a_tenants_own(model):
         for tenants in ((noisy, TENANTS[1], None), (noisy, None, None), TENANTS)
     ]
     assert losses[0][0] == losses[1][0] != losses[2][0]
-    assert losses[0][1] == losses[2][1]  # a tenant that drops nothing is not disturbed
+    # A tenant that drops nothing is not disturbed, but for the rounding of another program.
+    assert relative_error(losses[0][1], losses[2][1]) < 1e-6
 
 
 def test_training_lowers_the_held_out_loss(model):
