@@ -1,5 +1,6 @@
 """How all figures look: labelled axes, colours for every eye, the spread shown."""
 
+import io
 import pathlib
 from collections.abc import Sequence
 
@@ -50,3 +51,10 @@ def save(figure: Figure, path: pathlib.Path) -> None:
     with matplotlib.rc_context(STYLE):
         figure.savefig(path.with_suffix(".png"), dpi=150, metadata={"Software": None})
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG, small enough for a notebook."""
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(out := io.BytesIO(), dpi=80, format="png")
+    return out.getvalue()

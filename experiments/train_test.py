@@ -29,7 +29,7 @@ steps = 2
 rows = 3
 length = 8
 [pool]
-slots = ["adamw", "muon"]
+slots = ["adamw", "lion"]
 rank = 4
 rows = 2
 length = 8
@@ -46,7 +46,7 @@ rank = 2
 dropout = 0.1
 [[tenants]]
 name = "b"
-optimizer = "muon"
+optimizer = "lion"
 rank = 4
 num_steps = 45
 [[tenants]]
@@ -89,8 +89,8 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path):
     expected = run(config_file(tmp_path / "whole"))
     path = config_file(tmp_path / "killed")
     checkpoint = kill_at_some_step(path, seed=time.time_ns())
-    state = empty_pool(train.read_config(path).base.model, ("adamw", "muon"), 4)
-    _, step = train.restore(checkpoint, state, Roster((), ("adamw", "muon")))
+    state = empty_pool(train.read_config(path).base.model, ("adamw", "lion"), 4)
+    _, step = train.restore(checkpoint, state, Roster((), ("adamw", "lion")))
     assert 3 <= step < 90, "it was not killed on its way"
     actual = run(path)
     for name, adapter in expected.items():

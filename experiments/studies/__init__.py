@@ -39,7 +39,7 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(f"experiments.studies.{name}")
 
 
-def perform(name: str, setting: str, out: pathlib.Path = OUT) -> dict[str, Any]:
+def perform(name: str, setting: str, out: pathlib.Path | None = None) -> dict[str, Any]:
     """Runs a study and writes results, table and figures under ``out/setting/name``."""
     study = load(name)
     config = study.SETTINGS[setting]
@@ -51,7 +51,7 @@ def perform(name: str, setting: str, out: pathlib.Path = OUT) -> dict[str, Any]:
         "config": dataclasses.asdict(config),
         "results": results,
     }
-    folder = pathlib.Path(out) / setting / name
+    folder = (out or OUT) / setting / name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.json").write_text(json.dumps(record, indent=1) + "\n")
     (folder / "table.md").write_text(study.table(results) + "\n")
@@ -60,9 +60,9 @@ def perform(name: str, setting: str, out: pathlib.Path = OUT) -> dict[str, Any]:
     return record
 
 
-def record_of(name: str, setting: str, out: pathlib.Path = OUT) -> dict[str, Any]:
+def record_of(name: str, setting: str, out: pathlib.Path | None = None) -> dict[str, Any]:
     """What `perform` found, read from where it wrote it, or found now."""
-    path = pathlib.Path(out) / setting / name / "results.json"
+    path = (out or OUT) / setting / name / "results.json"
     return json.loads(path.read_text()) if path.exists() else perform(name, setting, out)
 
 
