@@ -32,7 +32,7 @@ class Config:
     held_out_rows: int = 16
 
 
-FIRST_LR = {"adamw": 1e-3, "muon": 1e-3, "lora_muon": 1e-2}
+FIRST_LR = {"adamw": 1e-3, "muon": 3e-3, "lora_muon": 1e-2}
 SETTINGS = {
     "small": Config(
         SMALL_BASE, FIRST_LR, n_lrs=3, factor=10.0, ranks=(2, 16), seeds=2, n_steps=20, rows=2
@@ -42,7 +42,7 @@ SETTINGS = {
         FIRST_LR,
         n_lrs=6,
         factor=10**0.5,
-        ranks=(2, 4, 8, 16, 32, 64),
+        ranks=(2, 8, 32, 64),
         seeds=3,
         n_steps=80,
         rows=4,

@@ -43,7 +43,7 @@ class Config:
 
 FIRST_LR = {
     "adamw": 1e-3,
-    "muon": 1e-3,
+    "muon": 3e-3,
     "muon_on_b": 1e-3,
     "adamuon": 1e-3,
     "lora_muon": 1e-2,
@@ -61,7 +61,7 @@ SETTINGS = {
         rank=4,
     ),
     "full": Config(
-        FULL_BASE, FIRST_LR, n_lrs=6, factor=10**0.5, seeds=3, n_steps=200, rows=4, rank=8
+        FULL_BASE, FIRST_LR, n_lrs=6, factor=10**0.5, seeds=3, n_steps=150, rows=4, rank=8
     ),
 }
 
