@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
-STYLE = {
+STYLE = {  # looked up when axes are made, and again when they are drawn
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -31,6 +31,21 @@ def panels(columns: int = 1, width: float = 4.2, height: float = 3.2) -> tuple[F
         figure = Figure(figsize=(columns * width, height), layout="constrained")
         axes = figure.subplots(1, columns, squeeze=False)[0]
     return figure, list(axes)
+
+
+def legend_above(figure: Figure, axes: Axes, title: str | None = None) -> None:
+    """One legend for all panels, over them: what ``axes`` shows."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        title=title,
+        loc="outside upper center",
+        ncols=len(labels),
+        fontsize=8,
+        title_fontsize=8,
+        frameon=False,
+    )
 
 
 def style(i: int) -> dict[str, str]:

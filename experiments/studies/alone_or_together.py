@@ -203,5 +203,5 @@ def figures(results: dict[str, Any]) -> dict[str, Figure]:
         axes.set_yscale("symlog", linthresh=1e-9, linscale=0.5)
         axes.set_ylim(bottom=-1e-10)
     panels[0].set_ylabel("distance of the weights from\nthe run alone, relative")
-    panels[0].legend(fontsize=7)
+    plots.legend_above(figure, panels[0])
     return {"gaps": figure}

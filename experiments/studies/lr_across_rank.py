@@ -164,11 +164,11 @@ def figures(results: dict[str, Any]) -> dict[str, Figure]:
         best = analyse(result)["best"]
         plots.curve(panels[-1], result["ranks"], best.T / best[0].mean(), k, name)
     panels[0].set_ylabel("held-out loss (nats per byte)")
-    panels[0].legend(title="mean and range over seeds", fontsize=7, title_fontsize=7)
+    panels[0].legend(title="range over seeds", fontsize=7, title_fontsize=7, frameon=False)
     panels[-1].set(
         xscale="log", yscale="log", xlabel="rank", ylabel="best lr, relative to the lowest rank's"
     )
     panels[-1].set_xticks(result["ranks"], [str(rank) for rank in result["ranks"]], minor=False)
     panels[-1].minorticks_off()
-    panels[-1].legend(fontsize=7)
+    panels[-1].legend(fontsize=7, frameon=False)
     return {"loss_and_best_lr": figure}

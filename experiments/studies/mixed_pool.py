@@ -42,8 +42,8 @@ STYLES = ("cosine", "constant", "linear")
 SETTINGS = {
     "small": Config(
         SMALL_BASE,
-        ("adamw", "muon", "lora_muon", "lion"),
-        tenants=8,
+        ("adamw", "muon", "lora_muon"),
+        tenants=6,
         ranks=(2, 4),
         n_steps=(12, 20),
         batch_sizes=(2, 4),

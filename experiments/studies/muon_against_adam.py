@@ -141,16 +141,16 @@ def figures(results: dict[str, Any]) -> dict[str, Figure]:
     for k, (name, result) in enumerate(results.items()):
         i, losses = best(result)
         plots.curve(axes, result["lrs"], losses[:, :, -1].T, k, name)
-        plots.curve(by_step, result["steps"], losses[i], k, f"{name}, lr {result['lrs'][i]:.2g}")
+        plots.curve(by_step, result["steps"], losses[i], k, name)
         seconds = np.asarray(result["steps"]) * result["step_seconds"]
         plots.curve(by_time, seconds, losses[i], k, name)
     start = max(np.asarray(r["losses"])[:, :, 0].mean() for r in results.values())
     axes.axhline(start, color="gray", ls=":", lw=1)
-    axes.text(axes.get_xlim()[0], start, " before training", va="bottom", color="gray", fontsize=8)
+    axes.text(axes.get_xlim()[0], start, " before training", va="top", color="gray", fontsize=8)
     axes.set(xscale="log", xlabel="learning rate", ylabel="held-out loss (nats per byte)")
-    axes.set_ylim(top=min(axes.get_ylim()[1], 1.3 * start))
-    axes.legend(title="mean and range over seeds", fontsize=8)
+    axes.set_ylim(top=min(axes.get_ylim()[1], 1.1 * start))
+    axes.legend(title="mean and range over seeds", fontsize=8, title_fontsize=8, frameon=False)
     by_step.set(xlabel="step", ylabel="held-out loss (nats per byte)")
-    by_step.legend(title="at the best lr", fontsize=8)
+    plots.legend_above(over, by_step, "each at its best lr; mean and range over seeds")
     by_time.set(xlabel="wall time of the whole pool (s)", ylabel="held-out loss (nats per byte)")
     return {"loss_over_lr": by_lr, "loss_over_steps_and_time": over}

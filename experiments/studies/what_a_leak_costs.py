@@ -163,5 +163,5 @@ def figures(results: dict[str, Any]) -> dict[str, Figure]:
             plots.curve(differences, result["steps"], gaps(result)[i], look, leak)
         curves.set(title=name, xlabel="step", ylabel="held-out loss (nats per byte)")
         differences.set(title=name, xlabel="step", ylabel="loss more than clean (nats per byte)")
-    panels[0].legend(title="what leaks; range over seeds", fontsize=7, title_fontsize=7)
+    plots.legend_above(figure, panels[0], "what leaks; mean and range over seeds")
     return {"leaks": figure}
