@@ -157,7 +157,7 @@ def export(folder: pathlib.Path, tenant: Tenant, adapter: Adapters) -> None:
 
 def save(path: pathlib.Path, state: SlotTrainState, roster: Roster, step: int) -> None:
     """Writes a checkpoint, whole or not at all."""
-    host = {"step": step} | {k: getattr(roster, k) for k in ("seats", "positions", "waiting")}
+    host = {"step": step} | dataclasses.asdict(roster)
     leaves = {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(state))}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial.npz")
@@ -171,7 +171,7 @@ def restore(
     """Reads a checkpoint into a state like ``state`` and into the roster; returns its step, too.
 
     Raises:
-      ValueError: the checkpoint is of another pool.
+      ValueError: the checkpoint is of other tenants or of another pool.
     """
     if not path.exists():
         return state, 0
@@ -179,8 +179,10 @@ def restore(
     with np.load(path) as file:
         host = json.loads(str(file["host"]))
         saved = [file[str(i)] for i in range(len(file.files) - 1)]
-    if [(x.shape, x.dtype) for x in saved] != [(x.shape, x.dtype) for x in leaves]:
-        raise ValueError(f"{path} is of another pool; remove it to start anew")
+    same_pool = [(x.shape, x.dtype) for x in saved] == [(x.shape, x.dtype) for x in leaves]
+    here = json.loads(json.dumps(dataclasses.asdict(roster)))
+    if not same_pool or any(host[k] != here[k] for k in ("tenants", "owners")):
+        raise ValueError(f"{path} is of another configuration; remove it to start anew")
     for name in ("seats", "positions", "waiting"):
         setattr(roster, name, host[name])
     return treedef.unflatten(map(jax.numpy.asarray, saved)), host["step"]

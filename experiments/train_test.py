@@ -89,8 +89,9 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path):
     expected = run(config_file(tmp_path / "whole"))
     path = config_file(tmp_path / "killed")
     checkpoint = kill_at_some_step(path, seed=time.time_ns())
-    state = empty_pool(train.read_config(path).base.model, ("adamw", "lion"), 4)
-    _, step = train.restore(checkpoint, state, Roster((), ("adamw", "lion")))
+    config = train.read_config(path)
+    state = empty_pool(config.base.model, config.pool.slots, 4)
+    _, step = train.restore(checkpoint, state, Roster(config.tenants, config.pool.slots))
     assert 3 <= step < 90, "it was not killed on its way"
     actual = run(path)
     for name, adapter in expected.items():
@@ -102,13 +103,16 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path):
     assert sorted(p.name for p in logs.iterdir()) == ["a", "b", "c"]
 
 
-def test_a_checkpoint_of_another_pool_is_an_error(tmp_path):
+def test_a_checkpoint_of_another_run_is_an_error(tmp_path):
     config = train.read_config(config_file(tmp_path / "run")).base.model
     roster = Roster((), ("adamw",))
     train.save(tmp_path / "c.npz", empty_pool(config, ("adamw",), 4), roster, 1)
     other = empty_pool(config, ("adamw",), 2)
-    with pytest.raises(ValueError, match="of another pool; remove it"):
+    with pytest.raises(ValueError, match="of another configuration; remove it"):
         train.restore(tmp_path / "c.npz", other, roster)
+    changed = Roster((train.Tenant(lr=0.5),), ("adamw",))
+    with pytest.raises(ValueError, match="of another configuration"):
+        train.restore(tmp_path / "c.npz", empty_pool(config, ("adamw",), 4), changed)
     state, step = train.restore(tmp_path / "absent.npz", other, roster)
     assert state is other and step == 0
 

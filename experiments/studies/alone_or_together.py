@@ -48,7 +48,7 @@ SETTINGS = {
         ranks=(2, 4, 3),
         every=4,
     ),
-    "full": Config(FULL_BASE, LRS, n_steps=120, rows=4, ranks=(4, 8, 6, 8), every=10),
+    "full": Config(FULL_BASE, LRS, n_steps=100, rows=4, ranks=(4, 8, 6, 8), every=10),
 }
 
 

@@ -44,7 +44,7 @@ SETTINGS = {
         factor=10**0.5,
         ranks=(2, 8, 32, 64),
         seeds=3,
-        n_steps=80,
+        n_steps=60,
         rows=4,
     ),
 }

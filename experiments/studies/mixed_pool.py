@@ -54,7 +54,7 @@ SETTINGS = {
         ("adamw", "adamw", "muon", "muon", "lora_muon", "lora_muon", "lion", "lion"),
         tenants=16,
         ranks=(4, 16),
-        n_steps=(60, 100, 140, 80),
+        n_steps=(40, 60, 80, 50),
         batch_sizes=(4, 8),
         rows=4,
     ),

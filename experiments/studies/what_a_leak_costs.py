@@ -60,7 +60,7 @@ class Config:
 LRS = {"adamw": 0.01, "muon": 0.01}
 SETTINGS = {
     "small": Config(SMALL_BASE, LRS, seeds=2, first_steps=20, n_steps=40, rows=2, rank=4, points=8),
-    "full": Config(FULL_BASE, LRS, seeds=4, first_steps=100, n_steps=200, rows=4, rank=8),
+    "full": Config(FULL_BASE, LRS, seeds=3, first_steps=60, n_steps=150, rows=4, rank=8),
 }
 
 
