@@ -33,7 +33,9 @@ def panels(columns: int = 1, width: float = 4.2, height: float = 3.2) -> tuple[F
     return figure, list(axes)
 
 
-def legend_above(figure: Figure, axes: Axes, title: str | None = None) -> None:
+def legend_above(
+    figure: Figure, axes: Axes, title: str | None = None, columns: int | None = None
+) -> None:
     """One legend for all panels, over them: what ``axes`` shows."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(
@@ -41,7 +43,7 @@ def legend_above(figure: Figure, axes: Axes, title: str | None = None) -> None:
         labels,
         title=title,
         loc="outside upper center",
-        ncols=len(labels),
+        ncols=columns or len(labels),
         fontsize=8,
         title_fontsize=8,
         frameon=False,

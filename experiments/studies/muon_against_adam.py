@@ -45,7 +45,7 @@ FIRST_LR = {
     "adamw": 1e-3,
     "muon": 3e-3,
     "muon_on_b": 1e-3,
-    "adamuon": 1e-3,
+    "adamuon": 1e-4,
     "lora_muon": 1e-2,
     "lion": 1e-4,
 }
@@ -131,12 +131,12 @@ def table(results: dict[str, Any]) -> str:
             ]
         )
     head = ["optimizer", "best lr", "held-out loss at the end", "half-way"]
-    return markdown_table([*head, "rates within 5%", "ms per step of the pool"], rows)
+    return markdown_table([*head, "rates within 5%", "ms of the pool's fastest step"], rows)
 
 
 def figures(results: dict[str, Any]) -> dict[str, Figure]:
     """Final loss over learning rate; loss at the best rate over steps and over time."""
-    by_lr, (axes,) = plots.panels(width=5.2)
+    by_lr, (axes,) = plots.panels(width=5.2, height=3.8)
     over, (by_step, by_time) = plots.panels(2)
     for k, (name, result) in enumerate(results.items()):
         i, losses = best(result)
@@ -149,8 +149,11 @@ def figures(results: dict[str, Any]) -> dict[str, Figure]:
     axes.text(axes.get_xlim()[0], start, " before training", va="top", color="gray", fontsize=8)
     axes.set(xscale="log", xlabel="learning rate", ylabel="held-out loss (nats per byte)")
     axes.set_ylim(top=min(axes.get_ylim()[1], 1.1 * start))
-    axes.legend(title="mean and range over seeds", fontsize=8, title_fontsize=8, frameon=False)
+    plots.legend_above(by_lr, axes, "mean and range over seeds", columns=3)
     by_step.set(xlabel="step", ylabel="held-out loss (nats per byte)")
     plots.legend_above(over, by_step, "each at its best lr; mean and range over seeds")
-    by_time.set(xlabel="wall time of the whole pool (s)", ylabel="held-out loss (nats per byte)")
+    by_time.set(
+        xlabel="time of the whole pool, steps times fastest step (s)",
+        ylabel="held-out loss (nats per byte)",
+    )
     return {"loss_over_lr": by_lr, "loss_over_steps_and_time": over}
