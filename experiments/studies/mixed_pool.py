@@ -115,7 +115,8 @@ def train(config: Config, model, tenants, owners, pool_rank: int, rows: int) -> 
 
     Returns:
       seconds of everything but compilation, and cpu_seconds of them; compile_seconds of the
-      first step; losses (tenants,) held out, at the end of each stay; spans [slot, tenant, first, end) in micro-batches.
+      first step; losses (tenants,) held out, at the end of each stay; spans [slot, tenant,
+      first, end) in micro-batches.
     """
     compile_seconds = compile_step(config, model, tenants, owners, pool_rank, rows)
     roster, losses, spans = Roster(tuple(tenants), tuple(owners)), {}, []
