@@ -1,5 +1,6 @@
 """What the studies share: their base models, and sweeps of a whole pool."""
 
+import statistics
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -40,7 +41,7 @@ FULL_BASE = BaseConfig(
 class Curves(NamedTuple):
     """What a pool did: held-out losses (n_points, S) after ``steps`` (n_points,) steps each.
 
-    ``step_seconds`` is the time of the pool's fastest step: what else the machine does only adds.
+    ``step_seconds`` is the median time of one step of the whole pool, compilation left out.
     """
 
     steps: list[int]
@@ -77,7 +78,7 @@ def sweep(
             start = time.perf_counter()
             state, report, _ = jax.block_until_ready(train_step(model, state, batch))
             times.append(time.perf_counter() - start)
-    return Curves(steps, losses, min(times))
+    return Curves(steps, losses, statistics.median(times[1:]))
 
 
 def mean_and_sd(values) -> str:

@@ -131,7 +131,7 @@ def table(results: dict[str, Any]) -> str:
             ]
         )
     head = ["optimizer", "best lr", "held-out loss at the end", "half-way"]
-    return markdown_table([*head, "rates within 5%", "ms of the pool's fastest step"], rows)
+    return markdown_table([*head, "rates within 5%", "ms per step of the pool"], rows)
 
 
 def figures(results: dict[str, Any]) -> dict[str, Figure]:
@@ -153,7 +153,7 @@ def figures(results: dict[str, Any]) -> dict[str, Figure]:
     by_step.set(xlabel="step", ylabel="held-out loss (nats per byte)")
     plots.legend_above(over, by_step, "each at its best lr; mean and range over seeds")
     by_time.set(
-        xlabel="time of the whole pool, steps times fastest step (s)",
+        xlabel="wall time of the whole pool (s)",
         ylabel="held-out loss (nats per byte)",
     )
     return {"loss_over_lr": by_lr, "loss_over_steps_and_time": over}
