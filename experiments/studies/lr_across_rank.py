@@ -169,6 +169,8 @@ def figures(results: dict[str, Any]) -> dict[str, Figure]:
         xscale="log", yscale="log", xlabel="rank", ylabel="best lr, relative to the lowest rank's"
     )
     panels[-1].set_xticks(result["ranks"], [str(rank) for rank in result["ranks"]], minor=False)
+    halves = [2.0**-k for k in range(5)]
+    panels[-1].set_yticks(halves, ["1", *(f"1/{2**k}" for k in range(1, 5))], minor=False)
     panels[-1].minorticks_off()
     panels[-1].legend(fontsize=7, frameon=False)
     return {"loss_and_best_lr": figure}
