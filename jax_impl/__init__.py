@@ -6,6 +6,7 @@ from jax_impl.clip import ClipState, clip_by_total_norm
 from jax_impl.config import OptimizerConfig
 from jax_impl.families import FamilyState, by_family
 from jax_impl.lion import LionState, lion
+from jax_impl.lora_muon import LoRAMuonState, lora_muon
 from jax_impl.multi_lora import multi_lora_optimizer
 from jax_impl.muon import MuonState, muon
 from jax_impl.newton_schulz import newton_schulz
@@ -19,6 +20,7 @@ __all__ = [
     "ClipState",
     "FamilyState",
     "LionState",
+    "LoRAMuonState",
     "MuonState",
     "OptimizerConfig",
     "ParamScheduleConfig",
@@ -30,6 +32,7 @@ __all__ = [
     "by_family",
     "clip_by_total_norm",
     "lion",
+    "lora_muon",
     "multi_lora_optimizer",
     "muon",
     "newton_schulz",
