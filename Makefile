@@ -1,4 +1,4 @@
-.PHONY: parity test fuzz fuzz-0 fuzz-1 mutants soak bench setup
+.PHONY: parity test fuzz fuzz-0 fuzz-1 mutants soak bench experiments setup
 
 # Run every scenario in JAX and in Megatron, and compare the two.
 parity: setup
@@ -31,6 +31,10 @@ soak: setup
 bench: setup
 	@mkdir -p build
 	.venv/bin/python -m experiments.benchmark --json build/benchmark.json --plot build/benchmark.png
+
+# All studies at their small setting: tables and figures in build/studies.
+experiments: setup
+	.venv/bin/python -m experiments.studies --setting small
 
 # Make .venv, or bring it up to date. PYTHON names the interpreter to make it from.
 setup: .venv/.stamp
