@@ -64,7 +64,7 @@ def test_costs_are_those_of_the_program(kind, shape):
     compiled = jax.jit(lambda x: newton_schulz(x, 7, kind)).lower(x).compile()
     large, cubes = gram_products(coefficients)
     products = 2 * 8 * 8 * (512 * large + 8 * cubes)
-    assert products <= compiled.cost_analysis()["flops"] <= 1.05 * products
+    assert products <= compiled.cost_analysis()["flops"] <= 1.1 * products
     assert products < update_cost(shape, coefficients) < 1.2 * products
 
 
