@@ -6,7 +6,6 @@ and ends with the weights that it would have had. Each tenant's adapter is writt
 """
 
 import dataclasses
-import importlib.util
 import json
 import pathlib
 import tomllib
@@ -31,6 +30,7 @@ from experiments.pool import (
 )
 from experiments.roster import Roster
 from jax_impl import SlotTrainState
+from jax_impl.peft import export_adapter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,19 +140,13 @@ def adapter_of(state: SlotTrainState, slot: int, tenant: Tenant) -> Adapters:
 
 
 def export(folder: pathlib.Path, tenant: Tenant, adapter: Adapters) -> None:
-    """Writes a finished adapter as ``adapter.npz``, and for PEFT where the package can."""
-    folder.mkdir(parents=True, exist_ok=True)
-    np.savez(folder / "adapter.npz", **adapter)
-    if importlib.util.find_spec("jax_impl.peft"):
-        from jax_impl import peft
-
-        peft.export_adapter(
-            folder,
-            adapter,
-            rank=tenant.rank,
-            alpha=tenant.scaling * tenant.rank,
-            target_modules=sorted({name.split(".")[-2] for name in adapter}),
-        )
+    """Writes a finished adapter for PEFT, its modules named as in Hugging Face's Llama."""
+    export_adapter(
+        folder,
+        {f"model.{name}": x for name, x in adapter.items()},
+        rank=tenant.rank,
+        alpha=tenant.scaling * tenant.rank,
+    )
 
 
 def save(path: pathlib.Path, state: SlotTrainState, roster: Roster, step: int) -> None:

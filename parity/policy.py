@@ -44,8 +44,10 @@ SIGNIFICAND_BITS = {"highest": 24, "high": 24, "medium": 8}
 # make JAX look good.
 RMS_RATIO = {"standard": 2.0, "gram": 1.5, "free": 2.0, "reference": 2.0}
 
-# Of fewer ratios the mean square is mostly its largest term, and is held to that term's limit.
-RMS_COUNT = 16
+# Of fewer ratios the mean square is mostly its largest term, and is held to that term's limit. They
+# are not independent, either: momentum keeps a matrix in its direction from step to step, and with
+# it what its rounding is amplified by.
+RMS_COUNT = 32
 
 # One ratio alone: those of correct programs were seen to scatter up to 2.5.
 SINGLE_RATIO = 8.0
