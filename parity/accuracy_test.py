@@ -71,6 +71,7 @@ def test_both_forms_are_as_close_to_the_truth_as_the_reference(kind):
     gram, standard, theirs = np.array(found).T
     for mode, ratio in (("gram", gram / theirs), ("standard", standard / theirs)):
         rms = np.sqrt(np.mean(np.square(ratio)))
-        assert np.median(ratio) <= 1, (mode, np.median(ratio))
+        # Seen at most 0.97; other processors add up their products in another order.
+        assert np.median(ratio) <= 1.1, (mode, np.median(ratio))
         assert rms <= policy.rms_limit(mode, len(ratio)), (mode, rms)
         assert ratio.max() <= policy.SINGLE_RATIO, (mode, ratio.max())
