@@ -1,3 +1,5 @@
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -41,3 +43,12 @@ def test_public_names_are_there():
     assert sorted(jax_impl.__all__) == jax_impl.__all__
     for name in jax_impl.__all__:
         assert getattr(jax_impl, name).__doc__, name
+
+
+def test_no_file_here_names_what_is_above():
+    """Comparisons with other stacks are parity's, tests included."""
+    names = "torch|megatron|emerging_optimizers|torch_ref|parity|experiments|transformers"
+    above = re.compile(rf"""(?m)^\s*(?:import|from) (?:{names})\b|importorskip\("(?:{names})""")
+    files = sorted(pathlib.Path(jax_impl.__file__).parent.glob("*.py"))
+    found = {file.name for file in files if above.search(file.read_text(encoding="utf-8"))}
+    assert len(files) > 40 and not found

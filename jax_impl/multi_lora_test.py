@@ -205,25 +205,6 @@ def test_unknown_names_are_refused_when_it_is_built(kwargs, message):
         multi_lora_optimizer(OptimizerConfig(**kwargs))
 
 
-def test_defaults_are_megatrons():
-    from megatron.core.optimizer import OptimizerConfig as Megatron
-
-    theirs = {f.name: f.default for f in dataclasses.fields(Megatron)}
-    ours = {f.name: f.default for f in dataclasses.fields(OptimizerConfig)}
-    assert ours.keys() - theirs.keys() == {
-        "weight_decay_method",
-        "custom_coefficients",
-        "ns_method",
-        "rank_aware",
-        "embedding_or_output_parameters",
-        "qkv_split_shapes",
-        "tensor_model_parallel_size",
-        "partition_dim",
-    }
-    shared = ours.keys() & theirs.keys()
-    assert {k: ours[k] for k in shared} == {k: theirs[k] for k in shared}
-
-
 def test_lion_owns_what_muon_does_not():
     config = dataclasses.replace(MUON, muon_scalar_optimizer="lion", clip_grad=0.0)
     tx = multi_lora_optimizer(config)
